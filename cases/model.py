@@ -1,0 +1,263 @@
+"""The case: a plain value that says everything needed to run one comparison.
+
+A case is a header (schema version, suite, one seed) and one typed body per suite. It has a JSON
+form (`encode`, `decode`) and a readable stable id (`case_id`). Tensors are never stored: they are
+made from the seed by `fulldiff.cases.tensors`, or read from the adapter file a `FileRef` names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import msgspec
+
+SCHEMA = 1
+
+DType = Literal["f64", "f32", "bf16", "f16"]
+Kind = Literal["linear", "conv1d", "conv2d", "conv3d"]
+Values = Literal["normal", "exact", "special"]
+Layout = Literal["contiguous", "transposed", "strided", "channels_last"]
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+Shape = tuple[int, ...]
+
+DTYPES: tuple[DType, ...] = get_args(DType)
+SPATIAL_DIMS: dict[Kind, int] = {"linear": 0, "conv1d": 1, "conv2d": 2, "conv3d": 3}
+
+
+class CaseError(ValueError):
+    """A case that contradicts itself or cannot be read; the message names the field and value."""
+
+
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of every case type: immutable, strict about unknown fields, short in JSON."""
+
+
+class Layer(Value, frozen=True):
+    """A base layer: sizes in features (linear) or channels (conv), one entry per spatial dim."""
+
+    kind: Kind
+    out: int
+    inp: int
+    kernel: Shape = ()
+    stride: Shape = ()
+    padding: Shape = ()
+    dilation: Shape = ()
+    padding_mode: PaddingMode = "zeros"
+    groups: int = 1
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        dims = SPATIAL_DIMS[self.kind]
+        for field in ("kernel", "stride", "padding", "dilation"):
+            if len(getattr(self, field)) != dims:
+                raise CaseError(f"layer.{field} = {getattr(self, field)}: {self.kind} needs {dims}")
+        if self.out % self.groups or self.inp % self.groups:
+            raise CaseError(f"layer.groups = {self.groups} does not divide {self.out} and {self.inp}")
+
+    @property
+    def weight_shape(self) -> Shape:
+        """(out, in / groups, *kernel), as torch stores it."""
+        return (self.out, self.inp // self.groups, *self.kernel)
+
+
+class Alpha(Value, frozen=True):
+    """The ``alpha`` tensor of a file: its shape, dtype and value; ``absent`` means scale 1."""
+
+    form: Literal["absent", "0d", "1", "1x1"] = "absent"
+    value: float = 1.0
+    dtype: Literal["f64", "f32", "bf16", "f16", "i64"] = "f32"
+
+    @property
+    def shape(self) -> Shape | None:
+        """() , (1,) or (1, 1); None when the file has no alpha."""
+        return {"absent": None, "0d": (), "1": (1,), "1x1": (1, 1)}[self.form]
+
+
+class FileRef(Value, frozen=True):
+    """Where an adapter's real tensors are: ``path`` and the prefix of their names (without dot)."""
+
+    path: str
+    prefix: str
+
+
+class Adapter(Value, frozen=True):
+    """One adapter on one layer: its kind, the names and shapes of its factors, and its strength.
+
+    Factor names are the suffixes of LyCORIS and kohya files (``lokr_w1_a``, ``lora_down.weight``).
+    The form (low rank, Tucker, …) follows from the names and shapes: see `form`.
+    """
+
+    kind: str
+    factors: Mapping[str, Shape]
+    alpha: Alpha = Alpha()
+    strength: float = 1.0
+    dtype: DType = "f32"
+    spelling: str = "lycoris"
+    source: FileRef | None = None
+
+    @property
+    def form(self) -> str:
+        """A short reading of the factors, such as ``w1.2x2+w2_a.4x2+w2_b.2x3``."""
+        sizes = ("x".join(map(str, shape)) or "0d" for shape in self.factors.values())
+        names = (name.removeprefix(f"{self.kind}_").split(".")[0] for name in self.factors)
+        return "+".join(f"{name}.{size}" for name, size in zip(names, sizes, strict=True))
+
+
+class Input(Value, frozen=True):
+    """The activation: shape (leading dims…, in) or (batch, in, *spatial), its layout in memory."""
+
+    shape: Shape
+    layout: Layout = "contiguous"
+
+
+class RuntimeCase(Value, frozen=True, tag="runtime", tag_field="suite"):
+    """y = (W + ΔW) x for one layer, one or more adapters and one input, all in ``dtype``."""
+
+    layer: Layer
+    adapters: tuple[Adapter, ...]
+    input: Input
+    dtype: DType = "f32"
+    values: Values = "normal"
+
+
+class Model(Value, frozen=True):
+    """A base model: one of the layer tables or a checkpoint's path, and the dtype of its weights."""
+
+    name: str
+    dtype: DType = "f32"
+
+
+class AdapterFile(Value, frozen=True):
+    """One adapter file: a real ``path``, or the adapters to write (layer name → adapter)."""
+
+    strength: float = 1.0
+    text_strength: float | None = None
+    path: str | None = None
+    spelling: str = "kohya"
+    modules: Mapping[str, Adapter] = {}
+
+
+class LoadCase(Value, frozen=True, tag="load", tag_field="suite"):
+    """Several adapter files onto one model; every loader must reach the same patches."""
+
+    model: Model
+    files: tuple[AdapterFile, ...]
+    rejection: str = "12-tensors"
+
+
+class JoinCase(Value, frozen=True, tag="join", tag_field="suite"):
+    """Several files into one of rank Σr, with a weight per file and a run-time diagonal."""
+
+    model: Model
+    files: tuple[AdapterFile, ...]
+    weights: tuple[float, ...]
+    diagonal: tuple[float, ...] | None = None
+
+
+class RestoreCase(Value, frozen=True, tag="restore", tag_field="suite"):
+    """Attach and detach in ``order`` (+i attaches adapter i-1, -i detaches it): W must come back."""
+
+    runtime: RuntimeCase
+    order: tuple[int, ...]
+    cycles: int = 1
+
+
+class MergeCase(Value, frozen=True, tag="merge", tag_field="suite"):
+    """ΔW into the base's own dtype: cast(W + ΔW), all adapters summed once or one by one."""
+
+    layer: Layer
+    adapters: tuple[Adapter, ...]
+    dtype: DType = "bf16"
+    values: Values = "normal"
+    one_by_one: bool = False
+
+
+class BenchCase(Value, frozen=True, tag="bench", tag_field="suite"):
+    """A workload to time: runtime cases that stand for one step, each weighted by its count."""
+
+    label: str
+    steps: tuple[tuple[int, RuntimeCase], ...]
+    ways: tuple[str, ...]
+
+
+Body = RuntimeCase | LoadCase | JoinCase | RestoreCase | MergeCase | BenchCase
+
+
+class Case(Value, frozen=True):
+    """A whole case: what to run (`body`) and the one ``seed`` all its tensors come from."""
+
+    body: Body
+    seed: int = 0
+    schema: int = SCHEMA
+
+    @property
+    def suite(self) -> str:
+        """The promise under test: runtime, load, join, restore, merge (or bench)."""
+        return str(type(self.body).__struct_config__.tag)
+
+
+_decoder = msgspec.json.Decoder(Case)
+
+
+def encode(case: Case) -> bytes:
+    """The JSON form of a case, keys in the order of the types."""
+    return msgspec.json.encode(case)
+
+
+def decode(text: bytes | str) -> Case:
+    """The case in ``text``; raises `CaseError` naming the field at fault."""
+    try:
+        case = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CaseError(f"not a fulldiff case: {error}") from error
+    if case.schema != SCHEMA:
+        raise CaseError(f"case schema {case.schema} is not {SCHEMA}: use the fulldiff that wrote it")
+    return case
+
+
+def case_id(case: Case) -> str:
+    """A readable id, stable across runs and machines; its tail is a hash of the whole case."""
+    digest = hashlib.blake2b(msgspec.json.encode(case, order="deterministic"), digest_size=5)
+    return "/".join((case.suite, *_describe(case.body), digest.hexdigest()))
+
+
+def _describe(body: Body) -> tuple[str, ...]:
+    if isinstance(body, RuntimeCase):
+        adapters = "&".join(f"{a.kind}[{a.form}]" for a in body.adapters) or "bare"
+        return (_describe_layer(body.layer), adapters, _describe_input(body), body.values)
+    if isinstance(body, MergeCase):
+        adapters = "&".join(f"{a.kind}[{a.form}]" for a in body.adapters)
+        return (_describe_layer(body.layer), adapters, body.dtype, body.values)
+    if isinstance(body, RestoreCase):
+        return (*_describe(body.runtime), f"x{body.cycles}")
+    if isinstance(body, BenchCase):
+        return (body.label,)
+    return (body.model.name, f"{len(body.files)}files")
+
+
+def _describe_layer(layer: Layer) -> str:
+    parts = [f"{layer.kind}-{layer.out}x{layer.inp}"]
+    if layer.kernel:
+        parts.append("k" + "x".join(map(str, layer.kernel)))
+    for letter, values, default in (("s", layer.stride, 1), ("p", layer.padding, 0), ("d", layer.dilation, 1)):
+        if any(value != default for value in values):
+            parts.append(letter + "x".join(map(str, values)))
+    if layer.padding_mode != "zeros":
+        parts.append(layer.padding_mode)
+    if layer.groups > 1:
+        parts.append(f"g{layer.groups}")
+    return "-".join(parts)
+
+
+def _describe_input(body: RuntimeCase) -> str:
+    shape = "x".join(map(str, body.input.shape))
+    layout = "" if body.input.layout == "contiguous" else f"-{body.input.layout}"
+    return f"{body.dtype}-{shape}{layout}"
+
+
+def numel(shape: Shape) -> int:
+    """The number of elements of a shape; 1 for a 0-D one."""
+    return math.prod(shape)

@@ -1,0 +1,1 @@
+"""The layer tables of the known base models (CSV) and the script that writes them."""
