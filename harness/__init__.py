@@ -1,0 +1,1 @@
+"""plan → run → judge → report. The manager starts workers and never imports torch."""

@@ -1,0 +1,1 @@
+"""Where a subject runs: a name, a device, a clock and a memory meter. One file each."""

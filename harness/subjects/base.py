@@ -1,0 +1,79 @@
+"""What a subject is. To test your own implementation, subclass `Subject` and write `attach`.
+
+    from fulldiff.harness.subjects.base import Subject
+
+    class Mine(Subject):
+        def attach(self, module, adapters):
+            for adapter in adapters:
+                mylib.apply(module, adapter.tensors, adapter.strength)
+            return lambda: mylib.remove(module)
+
+Then ``fulldiff conform --subject my_package.my_module:Mine``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+Detach = Callable[[], None]
+Forward = Callable[[Tensor], Tensor]
+
+
+class Refused(Exception):
+    """The subject will not apply this adapter because it is invalid or ambiguous. Say why."""
+
+
+class Unsupported(Exception):
+    """The subject does not do this kind of adapter or layer. Say which."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter as its file gives it: tensors by suffix (``lokr_w1``, ``lora_down.weight``, …,
+    ``alpha`` where the file has one), on the device, in the file's dtype; and the user's strength.
+    """
+
+    kind: str
+    tensors: Mapping[str, Tensor]
+    strength: float = 1.0
+
+
+class Subject(ABC):
+    """An implementation under test."""
+
+    scale_policy: str = "default"
+    """The rule of fulldiff.reference.truth.POLICIES by which it turns alpha into a scale."""
+
+    @abstractmethod
+    def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
+        """Make ``module`` (a torch.nn Linear or ConvNd) compute with the adapters; return the undo.
+
+        Raise `Unsupported` for a kind it does not do, `Refused` for an adapter it will not apply.
+        """
+
+    def promised_bytes(
+        self, module: nn.Module, adapters: Sequence[Adapter], x: Tensor
+    ) -> int | None:
+        """Peak bytes above the bare layer's that one call allocates in f32 on the CPU.
+
+        None: no promise. Called while attached; the harness holds the subject to the number.
+        """
+        return None
+
+
+def replace_forward(module: nn.Module, forward: Forward) -> Detach:
+    """Make ``module(x)`` call ``forward``; the returned undo puts back what was there."""
+    before = module.__dict__.get("forward")
+    module.forward = forward  # type: ignore[method-assign, assignment]
+
+    def detach() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before  # type: ignore[method-assign, assignment]
+
+    return detach

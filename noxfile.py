@@ -1,0 +1,104 @@
+"""The project's tasks. `nox -l` lists them; what follows `--` is passed on.
+
+Two environment variables choose the torch that a session gets (unset or empty: the tested one):
+FULLDIFF_TORCH, a requirement such as torch==2.9.1, and FULLDIFF_TORCH_INDEX, the URL of a package
+index with other builds of torch (CPU only, ROCm).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / "constraints.txt"
+PROJECT = ROOT / "pyproject.toml"
+PACKAGES = ("cases", "harness", "reference")
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "lint"]
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run pytest."""
+    install(session, "dev")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check with ruff (rules and format) and mypy."""
+    install(session, "dev")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    check_types(session)
+
+
+@nox.session
+def conform(session: nox.Session) -> None:
+    """Check the runtime LoKr against the full diff on generated and named cases."""
+    install(session)
+    session.run(
+        "fulldiff", "conform", "--subject", "runtime-lokr", "--profile", "ci", *session.posargs
+    )
+
+
+@nox.session(name="bench-cpu")
+def bench_cpu(session: nox.Session) -> None:
+    """Measure memory and time on the CPU; a LoKr file of yours: -- --adapter FILE."""
+    install(session)
+    session.run("fulldiff", "bench", "--backend", "cpu", *session.posargs)
+
+
+def install(session: nox.Session, extra: str = "") -> None:
+    """Install torch, then this project (editable) with an extra, at the tested versions.
+
+    Torch comes first and alone: only it may come from the other index, and the second step keeps
+    a torch that meets the constraints.
+    """
+    pinned = CONSTRAINTS.read_text()
+    default = re.search(r"^torch==.*$", pinned, re.MULTILINE)
+    assert default, "constraints.txt has no line for torch"
+    torch = os.environ.get("FULLDIFF_TORCH") or default[0]
+    index = os.environ.get("FULLDIFF_TORCH_INDEX")
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    constraints.write_text(pinned.replace(default[0], torch))
+    source = ["--extra-index-url", index] if index else []
+    # A build of the same version from another index would pass for installed: hence the force.
+    pip_once(session, "torch", "--force-reinstall", *source, torch, constraints=constraints)
+    target = f"{ROOT}[{extra}]" if extra else str(ROOT)
+    pip_once(session, "project", "--editable", target, constraints=constraints)
+
+
+def pip_once(session: nox.Session, step: str, *args: str, constraints: Path) -> None:
+    """Run pip install unless this step was done here with the same arguments and files."""
+    done = Path(session.virtualenv.location) / f"{step}.installed"
+    wanted = "\n".join([*args, constraints.read_text()])
+    if step == "project":
+        wanted += PROJECT.read_text()
+    if done.exists() and done.read_text() == wanted:
+        return
+    session.install("--constraint", str(constraints), *args)
+    done.write_text(wanted)
+
+
+def check_types(session: nox.Session) -> None:
+    """Run mypy on the package `fulldiff`, laid out as it is imported.
+
+    An editable install with package-dir is invisible to mypy; links to the folders are not.
+    """
+    layout = Path(session.create_tmp()) / "fulldiff"
+    layout.mkdir(exist_ok=True)
+    for name in PACKAGES:
+        link = layout / name
+        if not link.is_symlink():
+            link.symlink_to(ROOT / name, target_is_directory=True)
+    cache = f"--cache-dir={ROOT / '.mypy_cache'}"
+    with session.chdir(layout.parent):
+        session.run("mypy", f"--config-file={PROJECT}", cache, "-p", "fulldiff")

@@ -1,0 +1,6 @@
+"""The truth: what adapter factors mean, computed the slow, obvious way in float64.
+
+Read in this order: `truth` (factors → ΔW → y), `layers` (the base layers), `bounds` (how much error
+rounding alone may cause), `faults` (known wrong ways, each overriding one step of the truth).
+Nothing here imports the rest of fulldiff, and no optimised code ever serves it.
+"""
