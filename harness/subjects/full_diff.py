@@ -67,6 +67,6 @@ def _lokr(t: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
     vp, vq = factors.w2_sizes(t, shape)
     if w2.numel() != vp * vq * torch.Size(shape[2:]).numel():
         raise Refused(f"w2 gives {tuple(w2.shape)}, the weight {tuple(shape)} needs ({vp}, {vq}, …)")
-    w2 = w2.reshape(vp, vq, *shape[2:])
+    w2 = w2.reshape(vp, vq, *shape[2:]).contiguous()
     # torch.kron aligns trailing dimensions, so w1 needs the kernel's dimensions too.
     return torch.kron(w1.reshape(*w1.shape, *[1] * (len(shape) - 2)), w2)

@@ -1,0 +1,147 @@
+"""Judging one runtime case in the worker: run the subject, compare with the oracle, return numbers.
+
+Three comparisons are made: the output, the delta's own contribution (base weight and bias zero: a large
+base hides a wrong adapter), and what must not change (the input, the base after taking the adapters off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fulldiff.cases.model import Case, RuntimeCase
+from fulldiff.harness.backends import cpu
+from fulldiff.harness.protocol import Claim, Judgement
+from fulldiff.harness.realise import Material, factors64, module_for, realise
+from fulldiff.harness.subjects.base import Adapter, Refused, Subject, Unsupported
+from fulldiff.reference.bounds import LARGEST, budget
+from fulldiff.reference.truth import POLICIES, Truth
+
+Report = Callable[[str], None]
+
+
+def judge(case: Case, subject: Subject, stage: Report) -> Judgement:
+    """The judgement of one runtime case; ``stage`` is told what is about to run, for crash reports."""
+    assert isinstance(case.body, RuntimeCase)
+    stage("generate")
+    material = realise(case, case.body)
+    claims: list[Claim] = []
+    for name, part in (("output", material), ("delta alone", _without_base(material))):
+        stage(f"subject: {name}")
+        try:
+            got, intact = observe(case.body, part, subject)
+        except Refused as reason:
+            return Judgement("refused", material.digest(), message=str(reason))
+        except Unsupported as reason:
+            return Judgement("unsupported", material.digest(), message=str(reason))
+        stage("oracle")
+        claims += [*compare(name, case.body, part, subject, got), intact]
+    stage("memory")
+    claims += memory(case.body, material, subject)
+    return conclude(claims, material.digest())
+
+
+def conclude(claims: Sequence[Claim], digest: str) -> Judgement:
+    """Not finite before wrong before passed; the claim shown is a broken one, else the tightest."""
+    broken = [claim for claim in claims if not claim.holds]
+    shown = broken[0] if broken else max(claims, key=lambda claim: claim.used)
+    outcome = "passed" if not broken else "not finite" if shown.got in ("nan", "inf", "-inf") else "wrong"
+    return Judgement(outcome, digest, claim=shown, used=max(c.used for c in claims))
+
+
+def observe(body: RuntimeCase, material: Material, subject: Subject) -> tuple[Tensor, Claim]:
+    """The subject's output, and whether input and base are bit for bit what they were."""
+    module = module_for(body.layer, material.weight, material.bias)
+    x = material.x.clone(memory_format=torch.preserve_format)
+    detach = subject.attach(module, loaded(body, material))
+    with torch.no_grad():
+        y = module(x).clone()
+    detach()
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    with torch.no_grad():
+        restored = torch.equal(module(x), module_for(body.layer, material.weight, material.bias)(x))
+    same = _bits(x, material.x) and _bits(weight, material.weight) and restored
+    return y, Claim("leaves input and base as they were", same, 0.0 if same else 1.0)
+
+
+def loaded(body: RuntimeCase, material: Material) -> list[Adapter]:
+    """The adapters as a subject gets them."""
+    pairs = zip(body.adapters, material.adapters, strict=True)
+    return [Adapter(adapter.kind, tensors, adapter.strength) for adapter, tensors in pairs]
+
+
+def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, got: Tensor) -> list[Claim]:
+    """The claims about one output: its shape and dtype, every element, the errors as a whole."""
+    truth = Truth(POLICIES[subject.scale_policy])
+    weight, x = material.weight.double(), material.x.double()
+    bias = None if material.bias is None else material.bias.double()
+    adapters = factors64(body, material)
+    want = truth.forward(body.layer, weight, bias, adapters, x)
+    if got.shape != want.shape or got.dtype != material.weight.dtype:
+        expected = f"{tuple(want.shape)} {material.weight.dtype}"
+        return [Claim(f"{name}: shape and dtype", False, 1.0, "", f"{tuple(got.shape)} {got.dtype}", expected)]
+    if body.values == "exact":
+        return [_elements(f"{name}: exact", got.double(), want, torch.zeros_like(want), body.dtype)]
+    allowed = budget(truth, body.layer, weight, bias, adapters, x, body.dtype)
+    each = _elements(f"{name}: each element", got.double(), want, allowed.hard, body.dtype)
+    return [each, _rms(f"{name}: RMS", got.double(), want, allowed.rms)] if each.holds else [each]
+
+
+def _elements(name: str, got: Tensor, want: Tensor, allowed: Tensor, dtype: str) -> Claim:
+    """Every element within its budget. Where the truth leaves the dtype's range, so must the output."""
+    if not got.numel():
+        return Claim(name, True, 0.0)
+    in_range = want.abs() <= LARGEST[dtype]
+    error = torch.where(in_range, (got - want).abs(), torch.where(got.isfinite(), torch.inf, 0.0))
+    near_limit = ~in_range & want.isfinite() & (want.abs() - allowed <= LARGEST[dtype])
+    error = torch.where(error.isnan(), torch.inf, error).masked_fill(near_limit, 0.0)
+    share = torch.where(error == 0, 0.0, error / allowed)
+    at = int(share.argmax())
+    index = ",".join(str(int(i)) for i in torch.unravel_index(torch.tensor(at), got.shape))
+    flat = (t.reshape(-1)[at].item() for t in (got, want, error, allowed))
+    numbers = [f"{value:.9g}" for value in flat]
+    used = float(share.reshape(-1)[at])
+    return Claim(name, used <= 1, used, f"[{index}]", *numbers)
+
+
+def _rms(name: str, got: Tensor, want: Tensor, allowed: float) -> Claim:
+    finite = want.isfinite() & got.isfinite()
+    error = (got - want)[finite]
+    value = float(error.square().mean().sqrt()) if error.numel() else 0.0
+    used = value / allowed if value else 0.0
+    return Claim(name, used <= 1, used, "", "", "", f"{value:.9g}", f"{allowed:.9g}")
+
+
+def memory(body: RuntimeCase, material: Material, subject: Subject) -> list[Claim]:
+    """A subject that promises peak bytes is held to them, to the byte (f32)."""
+    if body.dtype != "f32":
+        return []
+    module, x = module_for(body.layer, material.weight, material.bias), material.x
+    with torch.no_grad():
+        bare, output = cpu.peak_bytes(lambda: module(x)), module(x).nbytes
+        detach = subject.attach(module, loaded(body, material))
+        promise = subject.promised_bytes(module, loaded(body, material), x)
+        module(x)
+        measured = 0 if promise is None else cpu.peak_bytes(lambda: module(x))
+        detach()
+    if promise is None:
+        return []
+    want = max(bare, output + promise)
+    return [Claim("peak bytes as promised", measured == want, 0.0, "", str(measured), str(want))]
+
+
+def _without_base(material: Material) -> Material:
+    bias = None if material.bias is None else torch.zeros_like(material.bias)
+    return replace(material, weight=torch.zeros_like(material.weight), bias=bias)
+
+
+def _bits(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, NaN included."""
+    raw = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
+    return torch.equal(a.contiguous().view(raw), b.contiguous().view(raw))
+
+

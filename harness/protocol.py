@@ -1,0 +1,83 @@
+"""What manager and worker say to each other: one JSON object a line, on private pipes.
+
+The worker speaks first (`Hello`). Then each `Request` gets any number of `Stage` lines (what is about to
+run: where a worker dies, its last stage says in what) and one `Answer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from fulldiff.cases.model import Case
+
+PROTOCOL = 1
+
+Outcome = Literal[
+    "passed", "wrong", "not finite", "refused", "unsupported", "raised",
+    "crashed", "timed out", "out of memory", "absent",
+]  # fmt: skip
+
+
+class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing promised: whether it holds, the share of its budget used, and the worst element.
+
+    Numbers are text so that NaN and infinity survive JSON.
+    """
+
+    name: str
+    holds: bool
+    used: float
+    index: str = ""
+    got: str = ""
+    want: str = ""
+    error: str = ""
+    budget: str = ""
+
+
+class Judgement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was observed of one subject on one case."""
+
+    outcome: Outcome
+    digest: str = ""
+    claim: Claim | None = None
+    used: float = 0.0
+    message: str = ""
+    where: str = ""
+    seconds: float = 0.0
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The worker's first line."""
+
+    protocol: int
+    versions: dict[str, str]
+    device: str
+    threads: int
+
+
+class Stage(msgspec.Struct, frozen=True, tag="stage"):
+    """What the worker is about to do."""
+
+    name: str
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """The answer to one request: a judgement, or the samples of a bench."""
+
+    judgement: Judgement | None = None
+    bench: dict[str, Any] | None = None
+
+
+class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Judge ``case`` (or time it, ``bench`` seconds per way at least). ``limit``: seconds, fork mode."""
+
+    case: Case
+    subject: str
+    bench: float | None = None
+    ways: tuple[str, ...] = ()
+    limit: float = 60.0
+
+
+Message = Hello | Stage | Answer

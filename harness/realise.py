@@ -1,0 +1,124 @@
+"""From a case to tensors: generated from its seed or read from its file, cast once to its dtypes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from fulldiff.cases import tensors as generator
+from fulldiff.cases.model import Adapter, Case, CaseError, Layer, Layout, RuntimeCase
+from fulldiff.reference.truth import Factors
+
+DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i64": torch.int64,
+}
+CONVOLUTIONS = {"conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d}
+
+
+@dataclass(frozen=True)
+class Material:
+    """The tensors of one runtime case, in the dtypes that the subject gets."""
+
+    weight: Tensor
+    bias: Tensor | None
+    adapters: tuple[Mapping[str, Tensor], ...]
+    x: Tensor
+
+    def digest(self) -> str:
+        """A hash of every value: two results with the same digest were given the same tensors."""
+        state = hashlib.blake2b(digest_size=8)
+        parts = [self.weight, self.x, *([] if self.bias is None else [self.bias])]
+        for tensor in [*parts, *(t for adapter in self.adapters for t in adapter.values())]:
+            plain = tensor.contiguous()
+            state.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
+        return state.hexdigest()
+
+
+def realise(case: Case, body: RuntimeCase) -> Material:
+    """All tensors of a runtime case."""
+    layer, values, seed, dtype = body.layer, body.values, case.seed, DTYPES[body.dtype]
+    weight = _cast(generator.base(values, seed, "weight", layer.weight_shape), dtype)
+    bias = _cast(generator.base(values, seed, "bias", (layer.out,)), dtype) if layer.bias else None
+    adapters = tuple(_adapter(case, body, index) for index in range(len(body.adapters)))
+    x = _cast(generator.activation(values, seed, "x", body.input.shape), dtype)
+    return Material(weight, bias, adapters, lay_out(x, body.input.layout))
+
+
+def _cast(values: generator.F64, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+
+
+def _adapter(case: Case, body: RuntimeCase, index: int) -> dict[str, Tensor]:
+    adapter = body.adapters[index]
+    if adapter.source is not None:
+        return read(adapter.source.path, adapter.source.prefix, adapter.factors)
+    made = {
+        name: _cast(generator.factor(body.values, case.seed, f"{index}.{name}", shape), DTYPES[adapter.dtype])
+        for name, shape in adapter.factors.items()
+    }
+    return made | _alpha(adapter)
+
+
+def _alpha(adapter: Adapter) -> dict[str, Tensor]:
+    shape = adapter.alpha.shape
+    if shape is None:
+        return {}
+    return {"alpha": torch.tensor(adapter.alpha.value, dtype=torch.float64).to(DTYPES[adapter.alpha.dtype]).reshape(shape)}
+
+
+def read(path: str, prefix: str, names: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """The tensors ``prefix.name`` of a safetensors file, and its alpha where there is one."""
+    with safe_open(path, framework="pt") as file:
+        keys = set(file.keys())
+        absent = [f"{prefix}.{name}" for name in names if f"{prefix}.{name}" not in keys]
+        if absent:
+            raise CaseError(f"{path}: no tensor {', '.join(absent)}")
+        wanted = [*names, *(["alpha"] if f"{prefix}.alpha" in keys else [])]
+        return {name: file.get_tensor(f"{prefix}.{name}") for name in wanted}
+
+
+def lay_out(x: Tensor, layout: Layout) -> Tensor:
+    """The same values with another layout in memory."""
+    if layout == "transposed" and x.dim() > 1:
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "strided":
+        wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if layout == "channels_last":
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        return x.to(memory_format=formats[x.dim()])
+    return x
+
+
+def module_for(layer: Layer, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """The torch.nn layer with copies of this weight and bias, without gradients."""
+    module: nn.Module
+    if layer.kind == "linear":
+        module = nn.Linear(layer.inp, layer.out, bias is not None, device="meta")
+    else:
+        module = CONVOLUTIONS[layer.kind](
+            layer.inp, layer.out, layer.kernel, layer.stride, layer.padding, layer.dilation,
+            layer.groups, bias is not None, layer.padding_mode, device="meta",
+        )  # fmt: skip
+    module.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    module.bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
+    return module.eval()
+
+
+def factors64(body: RuntimeCase, material: Material) -> list[Factors]:
+    """The same adapters for the reference: the subject's rounded tensors, widened to float64."""
+    return [
+        Factors(adapter.kind, {name: t.to(torch.float64) for name, t in tensors.items()}, adapter.strength)
+        for adapter, tensors in zip(body.adapters, material.adapters, strict=True)
+    ]
