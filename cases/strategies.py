@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Literal
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy, composite, integers, sampled_from
@@ -41,7 +42,7 @@ MAX_RANK = 5
 MAX_GROUPS = 4
 MAX_EXTRA = 4
 
-KINDS: tuple[Kind, ...] = (*["linear"] * 6, *["conv1d"] * 2, *["conv2d"] * 3, "conv3d")  # type: ignore[assignment]
+KINDS: tuple[Kind, ...] = ("linear", "conv2d", "linear", "conv1d", "linear", "conv2d", "linear", "conv3d")
 PADDING_MODES: tuple[PaddingMode, ...] = ("zeros", "zeros", "zeros", "reflect", "replicate", "circular")
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "contiguous", "transposed", "strided")
 BATCHES = (1, 2, 3, 1, 2, 3, 0)
@@ -56,8 +57,8 @@ EXACT_LIMIT = 256
 SIGNS = (1.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.0)
 NORMAL_STRENGTHS = (1.0, 0.7, -1.0, -0.3, 0.0, 1.5)
 
-ALPHA_FORMS = ("absent", "0d", "1", "1x1")
-ALPHA_DTYPES = ("f32", "bf16", "f16", "i64", "f64")
+ALPHA_FORMS: tuple[Literal["absent", "0d", "1", "1x1"], ...] = ("absent", "0d", "1", "1x1")
+ALPHA_DTYPES: tuple[Literal["f64", "f32", "bf16", "f16", "i64"], ...] = ("f32", "bf16", "f16", "i64", "f64")
 # Of a LoKr with both factors whole: no effect, whatever it is (the last is infinite in f16).
 IGNORED_ALPHAS = (1.0, 16.0, 0.0, 9999999999.0)
 
@@ -78,11 +79,8 @@ def _cases(
 ) -> Case:
     up, uq, vp, vq = split = draw(st.tuples(*[integers(1, MAX_FACTOR)] * 4))
     layer = draw(_layers(up * vp, uq * vq))
-    count, chosen, dtype = (
-        draw(sampled_from(ADAPTER_COUNTS)),
-        draw(sampled_from(values)),
-        draw(sampled_from(dtypes)),
-    )
+    chosen, dtype = draw(sampled_from(values)), draw(sampled_from(dtypes))
+    count = draw(sampled_from(ADAPTER_COUNTS))
     splits = [split, *(draw(_splits(up * vp, uq * vq)) for _ in range(count - 1))]
     bare = [draw(_bare_adapter(draw(sampled_from(kinds)), layer, each)) for each in splits]
     adapters = draw(_exact(bare) if chosen == "exact" else _normal(bare))
@@ -169,12 +167,9 @@ def _factor_dtype(dtype: DType) -> SearchStrategy[DType]:
 @composite
 def _normal(draw: DrawFn, bare: list[Adapter]) -> list[Adapter]:
     """The adapters with any alpha and strength."""
-    return [
-        replace(
-            adapter, alpha=draw(_alphas(factors.rank(adapter))), strength=draw(sampled_from(NORMAL_STRENGTHS))
-        )
-        for adapter in bare
-    ]
+    alphas = [draw(_alphas(factors.rank(adapter))) for adapter in bare]
+    strengths = [draw(sampled_from(NORMAL_STRENGTHS)) for _ in bare]
+    return [replace(a, alpha=b, strength=s) for a, b, s in zip(bare, alphas, strengths, strict=True)]
 
 
 @composite

@@ -6,6 +6,7 @@ run: where a worker dies, its last stage says in what) and one `Answer`.
 
 from __future__ import annotations
 
+import signal
 from typing import Any, Literal
 
 import msgspec
@@ -81,3 +82,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 Message = Hello | Stage | Answer
+
+
+def describe_exit(code: int) -> str:
+    """An exit status in words; a negative code is a signal, as subprocess has it."""
+    if code >= 0:
+        return f"the worker exited with code {code}"
+    name = signal.Signals(-code).name
+    return f"the worker died of {name}" + (" (perhaps the OOM killer)" if name == "SIGKILL" else "")

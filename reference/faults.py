@@ -228,8 +228,8 @@ class TuckerANotTransposed(Truth):
 class KernelFlipped(Truth):
     """The delta's kernel mirrored (convolution for cross-correlation)."""
 
-    def place(self, product: Tensor, shape: Sequence[int]) -> Tensor:
-        return super().place(product, shape).flip(list(range(2, len(shape))))
+    def product(self, adapter: Factors, shape: Sequence[int]) -> Tensor:
+        return super().product(adapter, shape).flip(list(range(2, len(shape))))
 
 
 @fault("kernel-axes-swapped")

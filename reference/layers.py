@@ -35,6 +35,9 @@ def apply(layer: LayerLike, weight: Tensor, bias: Tensor | None, x: Tensor) -> T
     Linear: x (…, in), weight (out, in) → (…, out). Convolution: x (batch, in, *spatial), weight
     (out, in / groups, *kernel) → (batch, out, *spatial out), as torch.nn.ConvNd defines it.
     """
+    inputs, channels = weight.shape[1] * layer.groups, x.shape[-1 if layer.kind == "linear" else 1]
+    if channels != inputs:  # einsum would broadcast a size of 1
+        raise ValueError(f"x {tuple(x.shape)} has {channels} channels, the layer takes {inputs}")
     if layer.kind == "linear":
         y = torch.einsum("...i,oi->...o", x, weight)
         return y if bias is None else y + bias

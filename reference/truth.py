@@ -129,13 +129,15 @@ class Truth:
     def lora(self, t: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         """up · down, or up · mid · down with the kernel in the middle."""
         up, down = t["lora_up.weight"].flatten(1), t["lora_down.weight"]
+        if down.dim() == len(shape) and "lora_mid.weight" not in t and down.shape[1:] != tuple(shape[1:]):
+            raise FactorError(f"lora_down is {tuple(down.shape)}, the weight is {tuple(shape)}")
         if "lora_mid.weight" in t:
             return self.place(self.tucker(t["lora_mid.weight"], up.T, down.flatten(1)), shape)
-        return self.place(up @ down.flatten(1), shape)
+        return self.place(_multiply(up, down.flatten(1)), shape)
 
     def w1(self, t: Mapping[str, Tensor]) -> Tensor:
         """(up, uq): stored whole or as w1_a · w1_b."""
-        return t["lokr_w1"] if "lokr_w1" in t else t["lokr_w1_a"] @ t["lokr_w1_b"]
+        return t["lokr_w1"] if "lokr_w1" in t else _multiply(t["lokr_w1_a"], t["lokr_w1_b"])
 
     def w2(self, t: Mapping[str, Tensor], w1: Tensor, shape: Sequence[int]) -> Tensor:
         """(vp, vq, *kernel): stored whole, as w2_a · w2_b, or with a Tucker core."""
@@ -148,10 +150,12 @@ class Truth:
 
     def low_rank(self, a: Tensor, b: Tensor) -> Tensor:
         """a (vp, r) · b (r, vq·∏kernel), the kernel flattened last."""
-        return a @ b
+        return _multiply(a, b)
 
     def tucker(self, core: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Σ_mn a[m,p] · core[m,n,…] · b[n,q] → (p, q, …), for core (r, r, *kernel)."""
+        if core.shape[:2] != (a.shape[0], b.shape[0]):  # einsum would broadcast a size of 1
+            raise FactorError(f"core {tuple(core.shape)} does not join {tuple(a.shape)} and {tuple(b.shape)}")
         return torch.einsum("mn...,mp,nq->pq...", core, a, b)
 
     def kron(self, w1: Tensor, w2: Tensor) -> Tensor:
@@ -160,8 +164,22 @@ class Truth:
         return blocks.flatten(2, 3).flatten(0, 1)
 
     def place(self, product: Tensor, shape: Sequence[int]) -> Tensor:
-        """The product in the weight's shape. Only trailing kernel dimensions may be regrouped."""
+        """The product in the weight's shape: a kernel may be flattened, or lack or have sizes of 1."""
         rows = product.shape[0] == shape[0] and product.numel() == math.prod(shape)
-        if not rows or (product.dim() == len(shape) and product.shape[1] != shape[1]):
+        regrouped = product.dim() == 2 or _bare(product.shape) == _bare(shape)
+        same = tuple(product.shape) == tuple(shape)
+        if not (same or (rows and regrouped and product.dim() != len(shape))):
             raise FactorError(f"the factors give {tuple(product.shape)}, the weight is {tuple(shape)}")
         return product.reshape(tuple(shape))
+
+
+def _bare(shape: Sequence[int]) -> list[int]:
+    """In-channels and kernel, without the kernel sizes of 1."""
+    return [*shape[1:2], *(size for size in shape[2:] if size != 1)]
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a · b, or an error that names the shapes."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise FactorError(f"{tuple(a.shape)} and {tuple(b.shape)} have no product")
+    return a @ b

@@ -1,0 +1,205 @@
+"""Named cases: known bugs, crash shapes and corners, and every form in every dtype.
+
+D1 … D13 are faults seen at stable-diffusion.cpp's head, the ``nb10`` and ``vulkan`` cases the crashes of
+ggml's backends. A case needs no stored answer: the reference computes it. Each name's tensors come from a
+seed of its own, so that no two cases share values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any, Literal
+
+from fulldiff.cases.factors import lokr, lora
+from fulldiff.cases.model import (
+    DTYPES,
+    SPATIAL_DIMS,
+    Adapter,
+    Alpha,
+    Body,
+    Case,
+    DType,
+    Input,
+    Kind,
+    Layer,
+    MergeCase,
+    PaddingMode,
+    RuntimeCase,
+    Shape,
+    Values,
+    decode,
+)
+
+Named = Iterator[tuple[str, Body]]
+
+CONVOLUTIONS: tuple[Kind, ...] = ("conv1d", "conv2d", "conv3d")
+PADDING_MODES: tuple[PaddingMode, ...] = ("reflect", "replicate", "circular")
+FORM_VALUES: tuple[Values, ...] = ("exact", "normal")
+ALPHA_FORMS: tuple[Literal["0d", "1", "1x1"], ...] = ("0d", "1", "1x1")
+ALPHA_DTYPES: tuple[Literal["f64", "f32", "bf16", "f16", "i64"], ...] = ("f64", "f32", "bf16", "f16", "i64")
+
+
+def pinned() -> dict[str, Case]:
+    """The catalogue and the saved cases of ``cases/pinned``, by name."""
+    folder = files("fulldiff.cases") / "pinned"
+    found = sorted(folder.iterdir(), key=lambda file: file.name) if folder.is_dir() else []
+    saved = {f.name.removesuffix(".json"): decode(f.read_bytes()) for f in found if f.name.endswith(".json")}
+    if both := saved.keys() & CATALOGUE.keys():
+        raise ValueError(f"cases/pinned/{min(both)}.json has the name of a catalogue case: rename it")
+    return CATALOGUE | saved
+
+
+def _linear(adapter: Adapter, out: int, inp: int, tokens: Shape = (3,), **rest: Any) -> RuntimeCase:
+    layout = rest.pop("layout", "contiguous")
+    return RuntimeCase(Layer("linear", out, inp), (adapter,), Input((*tokens, inp), layout), **rest)
+
+
+def _conv_layer(kind: Kind, out: int, inp: int, kernel: int = 3, stride: int = 1, **rest: Any) -> Layer:
+    """A convolution with equal kernel sizes, padded to keep the size at stride 1."""
+    dims = SPATIAL_DIMS[kind]
+    rest.setdefault("dilation", (1,) * dims)
+    return Layer(kind, out, inp, (kernel,) * dims, (stride,) * dims, (kernel // 2,) * dims, **rest)
+
+
+def _conv(adapter: Adapter, layer: Layer, batch: int = 1, size: int = 5, **rest: Any) -> RuntimeCase:
+    shape = (batch, layer.inp, *(size,) * len(layer.kernel))
+    return RuntimeCase(layer, (adapter,), Input(shape, rest.pop("layout", "contiguous")), **rest)
+
+
+def _known_bugs() -> Named:
+    half = Alpha("0d", 2.0)
+    square = lokr((2, 3), (4, 4), w2_rank=4, alpha=half)
+    yield "d1-low-rank-square", _linear(square, 8, 12, values="exact")
+    yield "d1-low-rank", _linear(lokr((2, 3), (5, 7), w2_rank=4, alpha=half), 10, 21, values="exact")
+    yield "d2-factored-w1", _linear(lokr((3, 5), (4, 2), w1_rank=2, alpha=half), 12, 10, values="exact")
+    conv, kernel = _conv_layer("conv2d", 8, 12), (3, 3)
+    yield "d3-conv-batch", _conv(lokr((2, 3), (4, 4), kernel), conv, batch=2, values="exact")
+    whole = lokr((2, 3), (4, 4))
+    yield "d4-leading-dimensions", _linear(whole, 8, 12, (2, 5), values="exact")
+    yield "d4-three-leading-dimensions", _linear(whole, 8, 12, (2, 3, 5), values="exact")
+    one, flat = _conv_layer("conv2d", 8, 12, kernel=1), lokr((2, 3), (4, 4), (1, 1), flat=True)
+    yield "d5-conv1x1-flat-w2", _conv(flat, one, values="exact")
+    yield "d6-merge-conv-full-w2", MergeCase(conv, (lokr((2, 3), (4, 4), kernel),), "f32", "exact")
+    yield "d6-conv-full-w2", _conv(lokr((2, 3), (4, 4), kernel), conv, values="exact")
+    yield "d7-rank-1", _linear(lokr((2, 3), (4, 4), w2_rank=1, alpha=half), 8, 12, values="exact")
+    yield "d7-rank-1-lora", _linear(lora(8, 12, 1, alpha=half), 8, 12, values="exact")
+    mid = lora(8, 12, 4, kernel, mid=True, alpha=half)
+    yield "d8-locon-mid-stride-2", _conv(mid, _conv_layer("conv2d", 8, 12, stride=2), size=8, values="exact")
+    # A fused qkv with rows of zeros has no form of its own here: this is its k slice, adapted alone.
+    yield "d9-qkv-k-slice", _linear(lora(8, 8, 4, alpha=half), 8, 8, (2, 5), values="exact")
+    for w1_rank in (0, 4):
+        tucker = lokr((2, 3), (4, 4), kernel, w1_rank=w1_rank, w2_rank=4, tucker=True, alpha=Alpha("0d", 4.0))
+        yield f"d13-tucker-{'w1factored' if w1_rank else 'w1full'}", _conv(tucker, conv, values="exact")
+
+
+def _crashes() -> Named:
+    yield "nb10-transposed-input", _linear(lokr((2, 3), (4, 5)), 8, 15, (7,), layout="transposed")
+    # One column more than 65535 workgroups of 32; both contractions have as many columns as tokens.
+    yield "vulkan-columns-2097121", _linear(lokr((2, 1), (1, 2)), 2, 2, (2097121,))
+    yield "vulkan-width-3072", _linear(lokr((4, 4), (768, 768)), 3072, 3072, (4096,))
+    # The shapes only: the values that overflow (w1 = 1e-4, w2 = 600, x = 1) do not come from a seed.
+    small = lokr((8, 8), (160, 160), dtype="f16")
+    yield "fp16-intermediate-overflow", _linear(small, 1280, 1280, (1,), dtype="f16", values="special")
+    yield "prime-token-count-4099", _linear(lokr((4, 4), (8, 8)), 32, 32, (4099,))
+
+
+def _corners() -> Named:
+    low = lokr((2, 3), (4, 5), w2_rank=2)
+    yield "empty-batch", _linear(low, 8, 15, (0,))
+    yield "empty-batch-inside", _linear(low, 8, 15, (2, 0))
+    conv, kernel = _conv_layer("conv2d", 8, 15), (3, 3)
+    yield "empty-batch-conv2d", _conv(lokr((2, 3), (4, 5), kernel, w2_rank=2), conv, batch=0)
+    yield "single-vector", _linear(low, 8, 15, ())
+    for strength in (0.0, -1.0, -0.25):
+        adapter = lokr((2, 3), (4, 5), w2_rank=2, strength=strength)
+        yield f"strength-{strength:g}", _linear(adapter, 8, 15, values="exact")
+    unequal = lokr((2, 16), (640, 80))
+    yield "unequal-splits", _linear(unequal, 1280, 1280, (3,))
+    yield "ranks-differ", _linear(lokr((4, 3), (4, 5), w1_rank=2, w2_rank=3, alpha=Alpha("0d", 3.0)), 16, 15)
+    yield (
+        "lora-conv1x1-flat",
+        _conv(lora(8, 15, 2, (1, 1), flat=True), _conv_layer("conv2d", 8, 15, kernel=1)),
+    )
+    three = (low, lora(8, 15, 4, strength=-1.0), lokr((4, 5), (2, 3), strength=0.5))
+    yield "three-adapters", RuntimeCase(Layer("linear", 8, 15), three, Input((3, 15)), values="exact")
+
+
+def _groups_and_geometry() -> Named:
+    kernel = (3, 3)
+    grouped = _conv_layer("conv2d", 12, 24, groups=4)
+    yield "groups-not-dividing-up", _conv(lokr((3, 2), (4, 3), kernel), grouped, batch=2, values="exact")
+    yield "groups-dividing-up", _conv(lokr((4, 2), (3, 3), kernel), grouped, batch=2, values="exact")
+    yield "groups-lora", _conv(lora(12, 6, 4, kernel), grouped, batch=2, values="exact")
+    depthwise = _conv_layer("conv2d", 8, 8, groups=8)
+    yield "depthwise-lokr", _conv(lokr((2, 1), (4, 1), kernel), depthwise, batch=2, values="exact")
+    yield "depthwise-lora", _conv(lora(8, 1, 2, kernel), depthwise, batch=2, values="exact")
+    low = lokr((2, 3), (4, 5), kernel, w2_rank=2)
+    for mode in PADDING_MODES:
+        layer = _conv_layer("conv2d", 8, 15, padding_mode=mode)
+        yield f"padding-{mode}", _conv(low, layer, values="exact")
+    dilated = _conv_layer("conv2d", 8, 15, stride=2, dilation=(2, 1))
+    yield "stride-and-dilation", _conv(low, dilated, size=8, values="exact")
+    yield "channels-last", _conv(low, _conv_layer("conv2d", 8, 15), batch=2, layout="channels_last")
+
+
+def _alphas() -> Named:
+    ignored = lokr((2, 3), (4, 5), alpha=Alpha("0d", 9999999999.0, "f16"), dtype="f16")
+    yield "both-full-alpha-infinite", _linear(ignored, 8, 15, dtype="f16", values="exact")
+    yield "alpha-absent", _linear(lokr((2, 3), (4, 5), w2_rank=2), 8, 15, values="exact")
+    for form in ALPHA_FORMS:
+        for dtype in ALPHA_DTYPES:
+            adapter = lokr((2, 3), (4, 5), w2_rank=2, alpha=Alpha(form, 4.0, dtype))
+            yield f"alpha-{form}-{dtype}", _linear(adapter, 8, 15, values="exact")
+
+
+def _forms() -> Named:
+    """Every form that a kind of layer can have, in every dtype, exact and random."""
+    for kind in ("linear", *CONVOLUTIONS):
+        kernel = (3, 2, 2)[: SPATIAL_DIMS[kind]]
+        for form, adapter in _forms_for(kernel):
+            for dtype in DTYPES:
+                for values in FORM_VALUES:
+                    name = f"form-{form}-{kind}-{dtype}-{values}"
+                    yield name, _form_case(kind, kernel, adapter(dtype), dtype, values)
+
+
+def _forms_for(kernel: Shape) -> Iterator[tuple[str, Any]]:
+    """Each form's name, and the function that makes its adapter in a dtype."""
+    alpha = Alpha("0d", 1.5)
+    for mid in (False, True) if kernel else (False,):
+        name = "lora-mid" if mid else "locon" if kernel else "lora"
+        yield name, lambda dtype, mid=mid: lora(10, 12, 3, kernel, mid=mid, alpha=alpha, dtype=dtype)
+    for w1_rank in (0, 3):
+        for w2 in ("full", "lowrank", "tucker") if kernel else ("full", "lowrank"):
+            sizes = {"w1_rank": w1_rank, "w2_rank": 0 if w2 == "full" else 3, "tucker": w2 == "tucker"}
+            name = f"w1{'factored' if w1_rank else 'full'}-{w2}"
+            yield (
+                name,
+                lambda dtype, sizes=sizes: lokr((2, 3), (5, 4), kernel, **sizes, alpha=alpha, dtype=dtype),
+            )
+
+
+def _form_case(kind: Kind, kernel: Shape, adapter: Adapter, dtype: DType, values: Values) -> RuntimeCase:
+    if kind == "linear":
+        return _linear(adapter, 10, 12, (2, 3), dtype=dtype, values=values)
+    ones = (1,) * len(kernel)
+    layer = Layer(kind, 10, 12, kernel, ones, ones, ones)
+    return _conv(adapter, layer, batch=2, size=4, dtype=dtype, values=values)
+
+
+def _catalogue() -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for group in (_known_bugs, _crashes, _corners, _groups_and_geometry, _alphas, _forms):
+        for name, body in group():
+            if name in found:
+                raise ValueError(f"two catalogue cases are called {name}")
+            found[name] = Case(body, zlib.crc32(name.encode()))
+    return found
+
+
+CATALOGUE: dict[str, Case] = _catalogue()
+
+# Too large for the quick profile.
+HEAVY: frozenset[str] = frozenset({"vulkan-columns-2097121", "vulkan-width-3072"})

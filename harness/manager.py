@@ -1,0 +1,176 @@
+"""The manager's side of a worker: start it, ask it, survive it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from fulldiff.cases.model import Case
+from fulldiff.harness.protocol import (
+    PROTOCOL,
+    Answer,
+    Hello,
+    Judgement,
+    Message,
+    Request,
+    Stage,
+    describe_exit,
+)
+
+START_LIMIT = 120.0
+CASE_LIMIT = 60.0
+CAN_FORK = hasattr(os, "fork") and sys.platform.startswith("linux")
+_decoder = msgspec.json.Decoder(Message)
+
+
+class WorkerError(RuntimeError):
+    """A worker that cannot be started or speaks another protocol; the message says what to do."""
+
+
+class Worker:
+    """One worker process, started when first asked and again after each crash.
+
+    After its first crash it is started as a preloaded parent that forks a child per case (Linux).
+    """
+
+    def __init__(self, python: str = sys.executable, threads: int = 1, limit: float = CASE_LIMIT) -> None:
+        self.python, self.threads, self.limit = python, threads, limit
+        self.fork = False
+        self.hello: Hello | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def judge(self, case: Case, subject: str) -> Judgement:
+        """The subject's judgement on the case; a time-out or lack of memory counts if it repeats."""
+        judgement = self._judge_once(case, subject)
+        if judgement.outcome in ("timed out", "out of memory"):
+            judgement = self._judge_once(case, subject)
+        return judgement
+
+    def ask(self, request: Request, limit: float) -> Answer:
+        """Send a request and wait; a worker that dies or hangs is an answer too."""
+        process = self._started()
+        stage, started = "start", time.monotonic()
+        try:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(request) + b"\n")
+            process.stdin.flush()
+            while True:
+                message = self._next(started + limit)
+                if isinstance(message, Answer):
+                    return _with_stage(message, stage)
+                if isinstance(message, Stage):
+                    stage = message.name
+        except queue.Empty:
+            self.stop()
+            return self._died("timed out", f"no answer within {limit:g} s", stage)
+        except (BrokenPipeError, EOFError):
+            code = process.wait()
+            self.stop()
+            return self._died("crashed", describe_exit(code), stage)
+
+    def start(self) -> Hello:
+        """Start the worker if it is not running; its first message."""
+        self._started()
+        assert self.hello is not None
+        return self.hello
+
+    def stop(self) -> None:
+        """End the worker, and any child, at once."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                with contextlib.suppress(OSError):
+                    assert pipe is not None
+                    pipe.close()
+            self._process = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _judge_once(self, case: Case, subject: str) -> Judgement:
+        # In fork mode the parent ends a hanging child; the longer limit here is for the parent itself.
+        limit = self.limit * (2 if self.fork else 1)
+        answer = self.ask(Request(case, subject, limit=self.limit), limit)
+        assert answer.judgement is not None
+        return answer.judgement
+
+    def _died(self, outcome: str, words: str, stage: str) -> Answer:
+        self.fork = CAN_FORK
+        tail = self._stderr_tail()
+        message = f"{words}, in stage '{stage}'" + (f"; it last printed: {tail}" if tail else "")
+        return Answer(Judgement(outcome, message=message, where=stage))  # type: ignore[arg-type]
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._process = self._launch()
+            try:
+                hello = self._next(time.monotonic() + START_LIMIT)
+            except (EOFError, queue.Empty):
+                self.stop()
+                raise WorkerError(
+                    f"{self.python} -m fulldiff.harness.worker did not start: {self._stderr_tail()}. "
+                    "Is fulldiff installed for that interpreter?"
+                ) from None
+            if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+                self.stop()
+                raise WorkerError(f"{self.python}: its fulldiff speaks another protocol than {PROTOCOL}; install this one")
+            self.hello = hello
+        return self._process
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        command = [self.python, "-m", "fulldiff.harness.worker", "--threads", str(self.threads)]
+        self._stderr = tempfile.TemporaryFile()
+        self._lines: queue.Queue[bytes] = queue.Queue()
+        process = subprocess.Popen(
+            command + ["--fork"] * self.fork,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
+            env=os.environ | {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)},
+        )  # fmt: skip
+        threading.Thread(target=_pump, args=(process, self._lines), daemon=True).start()
+        return process
+
+    def _next(self, end: float) -> Message:
+        line = self._lines.get(timeout=max(0.001, end - time.monotonic()))
+        if not line:
+            raise EOFError
+        return _decoder.decode(line)
+
+    def _stderr_tail(self) -> str:
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line and not line.startswith("USDT:")), "")[:300]
+
+
+def _pump(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
+    assert process.stdout is not None
+    for line in _lines_of(process):
+        lines.put(line)
+    lines.put(b"")
+
+
+def _lines_of(process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+    assert process.stdout is not None
+    with contextlib.suppress(ValueError, OSError):
+        yield from process.stdout
+
+
+def _with_stage(answer: Answer, stage: str) -> Answer:
+    """A forked child's crash, with the stage it died in."""
+    judgement = answer.judgement
+    if judgement is None or judgement.outcome not in ("crashed", "timed out"):
+        return answer
+    message = f"{judgement.message}, in stage '{stage}'"
+    return Answer(msgspec.structs.replace(judgement, message=message, where=stage))

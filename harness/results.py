@@ -1,0 +1,112 @@
+"""Result lines: one JSON object a line, appended and flushed at once, never rewritten.
+
+A run that is killed leaves at worst a torn last line, which the next run cuts off; every case already
+there is looked up, not run again. Lines of several machines may be put together in one file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fulldiff.cases.model import Case, case_id
+from fulldiff.harness.protocol import Judgement
+
+
+class ResultsError(ValueError):
+    """A result file that cannot be read; the message names the file and line."""
+
+
+class Environment(msgspec.Struct, frozen=True, tag="environment"):
+    """What a run ran on: library versions, device and threads."""
+
+    versions: dict[str, str]
+    device: str
+    threads: int
+    platform: str
+
+
+class Result(msgspec.Struct, frozen=True, tag="result", omit_defaults=True):
+    """What was observed of one subject on one case."""
+
+    id: str
+    subject: str
+    backend: str
+    case: Case
+    judgement: Judgement
+    name: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return (self.subject, self.backend, self.id)
+
+
+class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
+    """One measured cell of a bench: seconds of each sample and bytes, per way."""
+
+    id: str
+    backend: str
+    labels: dict[str, Any]
+    seconds: dict[str, list[float]]
+    peak_bytes: dict[str, int]
+    check: dict[str, Judgement]
+
+
+Line = Environment | Result | Cell
+_decoder = msgspec.json.Decoder(Line)
+
+
+class Store:
+    """An open result file: what is in it, and appending to it."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        self.path = path
+        self.lines = list(read(path)) if path.exists() else []
+        self._results = {line.key: line for line in self.lines if isinstance(line, Result)}
+        self._file = path.open("ab", buffering=0)
+
+    def find(self, subject: str, backend: str, case: Case) -> Result | None:
+        """The line of this case, if it has been run."""
+        return self._results.get((subject, backend, case_id(case)))
+
+    def add(self, line: Line) -> None:
+        """Append one line, in a single write."""
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self.lines.append(line)
+        if isinstance(line, Result):
+            self._results[line.key] = line
+
+    def results(self) -> list[Result]:
+        return list(self._results.values())
+
+    def cells(self) -> dict[str, Cell]:
+        return {line.id: line for line in self.lines if isinstance(line, Cell)}
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[Line]:
+    """The lines of a result file; raises ResultsError with the line number."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield _decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ResultsError(f"{path}, line {number}: {error}; move the file away or mend the line") from error
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Cut what follows the last newline: a write that a kill interrupted."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        os.truncate(path, end)

@@ -1,0 +1,135 @@
+"""The worker: ``ANY_INTERPRETER -m fulldiff.harness.worker [--fork] [--threads N]``.
+
+Reads one `Request` a line from stdin and answers on a private copy of stdout; whatever a subject prints
+goes to stderr. With ``--fork`` (POSIX) every request runs in a child of this preloaded process, so that
+a crash costs milliseconds; no parallel torch operation ever runs in the parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+from importlib.metadata import version
+from typing import BinaryIO
+
+import msgspec
+import torch
+
+from fulldiff.harness import bench_worker
+from fulldiff.harness.backends import cpu
+from fulldiff.harness.judge import judge
+from fulldiff.harness.protocol import (
+    PROTOCOL,
+    Answer,
+    Hello,
+    Judgement,
+    Message,
+    Request,
+    Stage,
+    describe_exit,
+)
+from fulldiff.harness.subjects.base import Subject
+from fulldiff.harness.subjects.registry import SubjectError, subject
+
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
+LIBRARIES = ("fulldiff", "torch", "safetensors", "numpy")
+_subjects: dict[str, Subject] = {}
+
+
+def main() -> None:
+    """Serve requests until stdin ends."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    channel = _private_stdout()
+    _send(channel, Hello(PROTOCOL, _versions(), cpu.describe(), options.threads))
+    for line in sys.stdin.buffer:
+        request = msgspec.json.decode(line, type=Request)
+        if options.fork:
+            _in_child(channel, request)
+        else:
+            _send(channel, answer(channel, request))
+
+
+def answer(channel: BinaryIO, request: Request) -> Answer:
+    """The answer to one request; whatever the subject raises is an outcome."""
+    start = time.perf_counter()
+    try:
+        if request.bench is not None:
+            return Answer(bench=bench_worker.run(request))
+        chosen = _subject(request.subject)
+        judgement = judge(request.case, chosen, lambda name: _send(channel, Stage(name)))
+    except Exception as error:
+        judgement = _raised(error)
+    return Answer(msgspec.structs.replace(judgement, seconds=time.perf_counter() - start))
+
+
+def _raised(error: Exception) -> Judgement:
+    if isinstance(error, SubjectError):
+        return Judgement("absent", message=str(error))
+    text = f"{type(error).__name__}: {error}"
+    memory = isinstance(error, MemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    traceback.print_exception(error, file=sys.stderr)
+    return Judgement("out of memory" if memory else "raised", message=text, where=where)
+
+
+def _in_child(channel: BinaryIO, request: Request) -> None:
+    child = os.fork()
+    if child == 0:
+        _send(channel, answer(channel, request))
+        os._exit(0)
+    status = _wait(child, request.limit)
+    if status is None:
+        _send(channel, Answer(Judgement("timed out", message=f"no answer within {request.limit:g} s")))
+    elif status != 0:
+        _send(channel, Answer(Judgement("crashed", message=describe_exit(os.waitstatus_to_exitcode(status)))))
+
+
+def _wait(child: int, limit: float) -> int | None:
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return status
+        time.sleep(0.0005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def _subject(name: str) -> Subject:
+    if name not in _subjects:
+        _subjects[name] = subject(name)
+    return _subjects[name]
+
+
+def _private_stdout() -> BinaryIO:
+    """A copy of stdout for the protocol; descriptor 1 itself becomes stderr."""
+    channel = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return channel  # type: ignore[return-value]
+
+
+def _send(channel: BinaryIO, message: Message) -> None:
+    channel.write(msgspec.json.encode(message) + b"\n")
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fork", action="store_true")
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

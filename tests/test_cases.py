@@ -1,0 +1,305 @@
+"""Cases: their JSON and ids, the strategies' promises, the generator's known answers, the catalogue."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, find, given, settings
+from hypothesis import strategies as st
+
+from fulldiff.cases import catalogue, factors
+from fulldiff.cases.catalogue import CATALOGUE, HEAVY, pinned
+from fulldiff.cases.model import DTYPES, Case, CaseError, Kind, RuntimeCase, case_id, decode, encode
+from fulldiff.cases.strategies import EXACT_LIMIT, largest_row, runtime_cases
+from fulldiff.cases.tensors import normal, words
+from fulldiff.harness.realise import factors64, module_for, realise
+from fulldiff.reference.layers import apply
+from fulldiff.reference.truth import Truth
+
+TRUTH = Truth()
+KINDS: tuple[Kind, ...] = ("linear", "conv1d", "conv2d", "conv3d")
+
+
+def many(examples: int) -> Any:
+    """Settings for a fixed, repeatable number of drawn cases."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def drawn(strategy: st.SearchStrategy[Case], examples: int) -> list[Case]:
+    """Distinct cases that a strategy draws."""
+    cases: dict[bytes, Case] = {}
+
+    @many(examples)
+    @given(strategy)
+    def collect(case: Case) -> None:
+        cases[encode(case)] = case
+
+    collect()
+    return list(cases.values())
+
+
+def runtime(case: Case) -> RuntimeCase:
+    assert isinstance(case.body, RuntimeCase)
+    return case.body
+
+
+# JSON and ids
+
+
+def test_json_round_trip_of_generated_cases() -> None:
+    for case in drawn(runtime_cases(), 500):
+        assert decode(encode(case)) == case
+
+
+def test_json_round_trip_of_the_catalogue() -> None:
+    for case in CATALOGUE.values():
+        assert decode(encode(case)) == case
+
+
+def test_an_id_is_stable() -> None:
+    """A changed id would orphan every stored result line and expectation."""
+    layer, adapter = "conv2d-8x12-k3x3-s2x2-p1x1", "lora[up.8x4x1x1+down.4x12x1x1+mid.4x4x3x3]"
+    expected = f"runtime/{layer}/{adapter}/f32-1x12x8x8/exact/9c38564123"
+    assert case_id(CATALOGUE["d8-locon-mid-stride-2"]) == expected
+
+
+def test_ids_are_unique_and_survive_json() -> None:
+    cases = drawn(runtime_cases(), 500)
+    assert len({case_id(case) for case in cases}) == len(cases)
+    assert all(case_id(decode(encode(case))) == case_id(case) for case in cases)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"body": {"suite": "no"}}', '{"body": 1, "seed": 0}'])
+def test_what_is_not_a_case_is_refused(text: str) -> None:
+    with pytest.raises(CaseError, match="not a fulldiff case"):
+        decode(text)
+
+
+# Strategies
+
+
+def accepts(case: Case) -> None:
+    """torch.nn takes the input, and each adapter's factors give the weight's shape."""
+    body = runtime(case)
+    material = realise(case, body)
+    y = module_for(body.layer, material.weight, material.bias)(material.x)
+    assert y.shape[1 if body.layer.kernel else -1] == body.layer.out
+    for adapter in factors64(body, material):
+        assert TRUTH.delta(adapter, body.layer.weight_shape).shape == material.weight.shape
+
+
+@many(500)
+@given(runtime_cases())
+def test_every_generated_case_is_valid(case: Case) -> None:
+    accepts(case)
+
+
+def relative_bound(case: Case) -> float:
+    """The largest sum of magnitudes in the output over the smallest power of two among its terms."""
+    body = runtime(case)
+    material = realise(case, body)
+    total, unit = material.weight.double().abs(), 1.0
+    for spec, adapter in zip(body.adapters, factors64(body, material), strict=True):
+        gain = abs(adapter.strength * TRUTH.scale(adapter))
+        assert gain == 0 or (math.frexp(gain)[0] == 0.5 and 0.25 <= gain <= 2)
+        size = replace(adapter, tensors={name: t.abs() for name, t in adapter.tensors.items()})
+        product = TRUTH.product(size, total.shape)
+        assert float(product.flatten(1).sum(1).max()) <= largest_row(spec)
+        total, unit = total + gain * product, min(unit, gain or unit)
+    bias = None if material.bias is None else material.bias.double().abs()
+    y = apply(body.layer, total, bias, torch.ones(body.input.shape, dtype=torch.float64))
+    return float(y.max()) / unit if y.numel() else 0.0
+
+
+@many(1000)
+@given(runtime_cases(values=("exact",)))
+def test_exact_sums_fit_bf16(case: Case) -> None:
+    """Even with every input 1, so in any order of summation."""
+    assert relative_bound(case) < EXACT_LIMIT
+
+
+@many(300)
+@given(runtime_cases(values=("exact",)))
+def test_exact_values_survive_every_dtype(case: Case) -> None:
+    """The output itself is the same number in bf16 and f16 as in float64."""
+    body = runtime(case)
+    material = realise(case, body)
+    bias = None if material.bias is None else material.bias.double()
+    adapters = factors64(body, material)
+    y = TRUTH.forward(body.layer, material.weight.double(), bias, adapters, material.x.double())
+    assert torch.equal(y, y.bfloat16().double())
+    assert torch.equal(y, y.half().double())
+
+
+def test_the_simplest_case_is_what_shrinking_reaches() -> None:
+    body = runtime(find(runtime_cases(kinds=("lokr",)), lambda _: True, settings=many(100)))
+    (adapter,) = body.adapters
+    assert (body.layer.kind, body.layer.out, body.layer.inp) == ("linear", 1, 1)
+    assert set(adapter.factors) == {"lokr_w1", "lokr_w2"}
+    assert (adapter.alpha.form, adapter.strength, adapter.dtype) == ("absent", 1.0, "f32")
+    assert (body.dtype, body.input.layout) == ("f32", "contiguous")
+
+
+def features(body: RuntimeCase) -> set[str]:
+    """What is noteworthy in a case, in words."""
+    layer, first = body.layer, body.adapters[0]
+    names, rank = set(first.factors), factors.rank(first)
+    found = {
+        "groups": layer.groups > 1,
+        "depthwise": layer.groups > 1 and layer.weight_shape[1] == 1,
+        "1x1": bool(layer.kernel) and set(layer.kernel) == {1},
+        "strided convolution": max(layer.stride, default=1) > 1,
+        "dilated": max(layer.dilation, default=1) > 1,
+        "no bias": not layer.bias,
+        "empty": 0 in body.input.shape,
+        "expanding": layer.out > layer.inp,
+        "contracting": layer.out < layer.inp,
+        "one vector": len(body.input.shape) == 1,
+        "three leading": layer.kind == "linear" and len(body.input.shape) == 4,
+        "two adapters": len(body.adapters) == 2,
+        "three adapters": len(body.adapters) == 3,
+        "strength 0": first.strength == 0,
+        "negative strength": first.strength < 0,
+        "other dtype": first.dtype != body.dtype,
+        "infinite alpha": first.alpha.value > 65504 and first.alpha.dtype == "f16",
+        "both factored": {"lokr_w1_a", "lokr_w2_a"} <= names,
+        "tucker": "lokr_t2" in names,
+        "mid": "lora_mid.weight" in names,
+        "flat": bool(layer.kernel) and len(first.factors.get("lokr_w2", (0, 0, 0))) == 2,
+        "rank 1": rank == 1,
+        "rank is vp": first.factors.get("lokr_w2_a", (0, 1))[0] == rank,
+        "rank is not vp": first.factors.get("lokr_w2_a", (rank,))[0] != rank,
+        f"alpha {first.alpha.form}": True,
+        f"alpha in {first.alpha.dtype}": True,
+    }
+    tags = (layer.kind, layer.padding_mode, body.input.layout, body.dtype, body.values, first.kind)
+    return {name for name, present in found.items() if present} | set(tags)
+
+
+@pytest.fixture(scope="module")
+def frequencies() -> Counter[str]:
+    """How many of 2,000 generated cases have each feature."""
+    return Counter(f for case in drawn(runtime_cases(), 2000) for f in features(runtime(case)))
+
+
+ALWAYS_SEEN = """groups depthwise 1x1 strided_convolution dilated no_bias empty expanding contracting
+one_vector three_leading two_adapters three_adapters strength_0 negative_strength other_dtype
+infinite_alpha both_factored tucker mid flat rank_1 rank_is_vp rank_is_not_vp
+alpha_absent alpha_0d alpha_1 alpha_1x1 alpha_in_f64 alpha_in_bf16 alpha_in_f16 alpha_in_i64
+linear conv1d conv2d conv3d zeros reflect replicate circular contiguous transposed strided
+channels_last f64 f32 bf16 f16 normal exact special lora lokr"""
+
+
+@pytest.mark.parametrize("feature", ALWAYS_SEEN.replace("_last", "?last").split())
+def test_every_feature_is_drawn(feature: str, frequencies: Counter[str]) -> None:
+    assert frequencies[feature.replace("_", " ").replace("?", "_")] >= 5
+
+
+def test_the_arguments_restrict_what_is_drawn() -> None:
+    for case in drawn(runtime_cases(kinds=("lokr",), values=("exact",), dtypes=("f16",)), 100):
+        body = runtime(case)
+        assert (body.values, body.dtype) == ("exact", "f16")
+        assert {adapter.kind for adapter in body.adapters} == {"lokr"}
+
+
+# The generator
+
+
+def test_known_words() -> None:
+    known = [16656531645237921286, 9937051163054798644, 5678703376019332970, 9826538013964586609]
+    assert words(1, "layer.weight", 0, 4).tolist() == known
+    assert words(1, "layer.weight", 2, 2).tolist() == known[2:]
+
+
+def test_known_normal_values_to_the_bit() -> None:
+    known = [0.6534834026021383, 1.5630373660637817, 0.34077549919728106, -0.23445164055987905]
+    assert normal(1, "x", (2, 2)).ravel().tolist() == known
+
+
+def test_normal_values_follow_from_the_words() -> None:
+    """The documented formula, with Python's integers."""
+    by_hand = [
+        sum((w >> shift) & 0xFFFF for shift in (0, 16, 32, 48)) - 131070
+        for w in words(7, "y", 0, 50).tolist()
+    ]
+    assert normal(7, "y", (50,)).tolist() == [value / math.sqrt(4 * (2**32 - 1) / 12) for value in by_hand]
+
+
+def test_normal_values_look_normal() -> None:
+    values = normal(5, "big", (400_000,))
+    assert abs(values.mean()) < 0.01
+    assert abs(values.var() - 1) < 0.01
+    assert np.abs(values).max() < 3.5
+    assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.01
+
+
+def test_streams_differ_by_seed_and_name() -> None:
+    streams = [words(seed, name, 0, 8).tobytes() for seed in (0, 1, 2**32 - 1) for name in ("x", "y")]
+    assert len(set(streams)) == 6
+
+
+# The catalogue
+
+
+def test_catalogue_ids_are_unique() -> None:
+    assert len({case_id(case) for case in pinned().values()}) == len(pinned())
+
+
+@pytest.mark.parametrize("number", [*range(1, 10), 13])
+def test_every_known_bug_has_a_case(number: int) -> None:
+    assert any(name.startswith(f"d{number}-") for name in CATALOGUE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", ["exact", "normal"])
+def test_every_form_is_in_the_catalogue(kind: Kind, dtype: str, values: str) -> None:
+    pattern = re.compile(f"form-(.*)-{kind}-{dtype}-{values}")
+    forms = {found[1] for name in CATALOGUE if (found := pattern.fullmatch(name))}
+    linear = {"lora", "w1full-full", "w1full-lowrank", "w1factored-full", "w1factored-lowrank"}
+    convolution = linear - {"lora"} | {"locon", "lora-mid", "w1full-tucker", "w1factored-tucker"}
+    assert forms == (linear if kind == "linear" else convolution)
+
+
+def test_catalogue_cases_are_valid() -> None:
+    for name, case in CATALOGUE.items():
+        if name not in HEAVY and isinstance(case.body, RuntimeCase):
+            accepts(case)
+
+
+def test_exact_catalogue_cases_fit_bf16() -> None:
+    exact = [
+        case
+        for case in CATALOGUE.values()
+        if isinstance(case.body, RuntimeCase) and case.body.values == "exact"
+    ]
+    assert len(exact) > 100
+    assert max(relative_bound(case) for case in exact) < EXACT_LIMIT
+
+
+def test_heavy_names_exist() -> None:
+    assert set(CATALOGUE) > HEAVY
+
+
+def test_pinned_files_join_the_catalogue(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CATALOGUE["d7-rank-1"]
+    (tmp_path / "pinned").mkdir()
+    (tmp_path / "pinned" / "found.json").write_bytes(encode(case))
+    monkeypatch.setattr(catalogue, "files", lambda package: tmp_path)
+    assert pinned() == CATALOGUE | {"found": case}
+    (tmp_path / "pinned" / "d7-rank-1.json").write_bytes(encode(case))
+    with pytest.raises(ValueError, match="rename it"):
+        pinned()
