@@ -19,7 +19,7 @@ PROJECT = ROOT / "pyproject.toml"
 PACKAGES = ("cases", "harness", "reference")
 
 nox.needs_version = ">=2024.10.9"
-nox.options.default_venv_backend = "virtualenv"
+nox.options.default_venv_backend = "venv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests", "lint"]
 
@@ -44,9 +44,7 @@ def lint(session: nox.Session) -> None:
 def conform(session: nox.Session) -> None:
     """Check the runtime LoKr against the full diff on generated and named cases."""
     install(session)
-    session.run(
-        "fulldiff", "conform", "--subject", "runtime-lokr", "--profile", "ci", *session.posargs
-    )
+    session.run("fulldiff", "conform", "--subject", "runtime-lokr", "--profile", "ci", *session.posargs)
 
 
 @nox.session(name="bench-cpu")

@@ -26,7 +26,7 @@ CHUNK = 1 << 20
 # three adapters every sum stays below 2^8 times the unit, so that even bf16 holds it.
 FACTOR_NONZEROS = 2
 BASE_NONZEROS = 4
-SPECIAL_EXPONENTS = 8
+SPECIAL_EXPONENTS = 4
 
 
 def words(seed: int, name: str, start: int, count: int) -> NDArray[np.uint64]:
@@ -69,7 +69,7 @@ def sparse(seed: int, name: str, shape: Shape, nonzeros: int) -> F64:
 
 
 def special(seed: int, name: str, shape: Shape) -> F64:
-    """Values spread over 2^±8 with signed zeros: where badly ordered arithmetic loses or overflows."""
+    """Values spread over 2^±4 with signed zeros: where badly ordered arithmetic loses or overflows."""
     w = words(seed, name + "!", 0, numel(shape)).reshape(shape)
     spread = np.exp2((w % (2 * SPECIAL_EXPONENTS + 1)).astype(np.float64) - SPECIAL_EXPONENTS)
     zero = np.where((w >> np.uint64(8)) % np.uint64(8) == 0, 0.0, spread)

@@ -85,26 +85,26 @@ def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, 
         expected = f"{tuple(want.shape)} {material.weight.dtype}"
         return [Claim(f"{name}: shape and dtype", False, 1.0, "", f"{tuple(got.shape)} {got.dtype}", expected)]
     if body.values == "exact":
-        return [_elements(f"{name}: exact", got.double(), want, torch.zeros_like(want), body.dtype)]
+        return [_elements(f"{name}: exact", got.double(), want, torch.zeros_like(want))]
     allowed = budget(truth, body.layer, weight, bias, adapters, x, body.dtype)
-    each = _elements(f"{name}: each element", got.double(), want, allowed.hard, body.dtype)
+    # Where sums of magnitudes leave the dtype's range, a correct subject may overflow too.
+    want = torch.where(allowed.magnitude <= LARGEST[body.dtype], want, torch.nan)
+    each = _elements(f"{name}: each element", got.double(), want, allowed.hard)
     return [each, _rms(f"{name}: RMS", got.double(), want, allowed.rms)] if each.holds else [each]
 
 
-def _elements(name: str, got: Tensor, want: Tensor, allowed: Tensor, dtype: str) -> Claim:
-    """Every element within its budget. Where the truth leaves the dtype's range, so must the output."""
+def _elements(name: str, got: Tensor, want: Tensor, allowed: Tensor) -> Claim:
+    """Every element within its budget; elements that the oracle leaves open (NaN) are not judged."""
     if not got.numel():
         return Claim(name, True, 0.0)
-    in_range = want.abs() <= LARGEST[dtype]
-    error = torch.where(in_range, (got - want).abs(), torch.where(got.isfinite(), torch.inf, 0.0))
-    near_limit = ~in_range & want.isfinite() & (want.abs() - allowed <= LARGEST[dtype])
-    error = torch.where(error.isnan(), torch.inf, error).masked_fill(near_limit, 0.0)
+    error = torch.where(want.isnan(), 0.0, (got - want).abs())
+    error = torch.where(error.isnan(), torch.inf, error)
     share = torch.where(error == 0, 0.0, error / allowed)
     at = int(share.argmax())
     index = ",".join(str(int(i)) for i in torch.unravel_index(torch.tensor(at), got.shape))
     flat = (t.reshape(-1)[at].item() for t in (got, want, error, allowed))
     numbers = [f"{value:.9g}" for value in flat]
-    used = float(share.reshape(-1)[at])
+    used = _finite(share.reshape(-1)[at].item())
     return Claim(name, used <= 1, used, f"[{index}]", *numbers)
 
 
@@ -112,8 +112,13 @@ def _rms(name: str, got: Tensor, want: Tensor, allowed: float) -> Claim:
     finite = want.isfinite() & got.isfinite()
     error = (got - want)[finite]
     value = float(error.square().mean().sqrt()) if error.numel() else 0.0
-    used = value / allowed if value else 0.0
+    used = _finite(value / allowed) if value else 0.0
     return Claim(name, used <= 1, used, "", "", "", f"{value:.9g}", f"{allowed:.9g}")
+
+
+def _finite(share: float) -> float:
+    """JSON holds neither infinity nor NaN: a share of 10^30 stands for both."""
+    return min(share, 1e30) if share == share else 1e30
 
 
 def memory(body: RuntimeCase, material: Material, subject: Subject) -> list[Claim]:

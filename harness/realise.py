@@ -39,8 +39,8 @@ class Material:
         state = hashlib.blake2b(digest_size=8)
         parts = [self.weight, self.x, *([] if self.bias is None else [self.bias])]
         for tensor in [*parts, *(t for adapter in self.adapters for t in adapter.values())]:
-            plain = tensor.contiguous()
-            state.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+            state.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
         return state.hexdigest()
 
 

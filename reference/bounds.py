@@ -33,9 +33,13 @@ C = 3.0
 
 @dataclass(frozen=True)
 class Budget:
-    """The error that a correct subject may show: ``hard`` per element, ``rms`` over all."""
+    """The error that a correct subject may show: ``hard`` per element, ``rms`` over all.
+
+    ``magnitude`` is B: beyond the dtype's largest number even a correct subject may overflow.
+    """
 
     hard: Tensor
+    magnitude: Tensor
     rms: float
 
 
@@ -59,7 +63,7 @@ def budget(
     gamma = length * unit_acc / (1 - length * unit_acc)
     size = math.sqrt(float(squares.mean())) if squares.numel() else 0.0
     rms = C * (math.sqrt(length) * unit_acc + math.sqrt(stored) * unit) * size + tiny
-    return Budget((gamma + stored * unit) * magnitude + tiny, rms)
+    return Budget((gamma + stored * unit) * magnitude + tiny, magnitude, rms)
 
 
 def contraction_length(weight: Tensor, adapters: Sequence[Factors]) -> int:

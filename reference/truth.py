@@ -129,10 +129,10 @@ class Truth:
     def lora(self, t: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         """up · down, or up · mid · down with the kernel in the middle."""
         up, down = t["lora_up.weight"].flatten(1), t["lora_down.weight"]
-        if down.dim() == len(shape) and "lora_mid.weight" not in t and down.shape[1:] != tuple(shape[1:]):
-            raise FactorError(f"lora_down is {tuple(down.shape)}, the weight is {tuple(shape)}")
         if "lora_mid.weight" in t:
             return self.place(self.tucker(t["lora_mid.weight"], up.T, down.flatten(1)), shape)
+        if down.dim() == len(shape) and down.shape[1:] != tuple(shape[1:]):
+            raise FactorError(f"lora_down is {tuple(down.shape)}, the weight is {tuple(shape)}")
         return self.place(_multiply(up, down.flatten(1)), shape)
 
     def w1(self, t: Mapping[str, Tensor]) -> Tensor:
@@ -155,7 +155,8 @@ class Truth:
     def tucker(self, core: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Σ_mn a[m,p] · core[m,n,…] · b[n,q] → (p, q, …), for core (r, r, *kernel)."""
         if core.shape[:2] != (a.shape[0], b.shape[0]):  # einsum would broadcast a size of 1
-            raise FactorError(f"core {tuple(core.shape)} does not join {tuple(a.shape)} and {tuple(b.shape)}")
+            sizes = f"{tuple(core.shape)} does not join {tuple(a.shape)} and {tuple(b.shape)}"
+            raise FactorError(f"core {sizes}")
         return torch.einsum("mn...,mp,nq->pq...", core, a, b)
 
     def kron(self, w1: Tensor, w2: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ class Truth:
         return blocks.flatten(2, 3).flatten(0, 1)
 
     def place(self, product: Tensor, shape: Sequence[int]) -> Tensor:
-        """The product in the weight's shape: a kernel may be flattened, or lack or have sizes of 1."""
+        """The product in the weight's shape: its kernel may be flat or differ in sizes of 1."""
         rows = product.shape[0] == shape[0] and product.numel() == math.prod(shape)
         regrouped = product.dim() == 2 or _bare(product.shape) == _bare(shape)
         same = tuple(product.shape) == tuple(shape)

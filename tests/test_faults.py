@@ -180,9 +180,7 @@ PAIRS = {
     "delta-dilation-ignored": Pair(dilated(2), dilated(1)),
     "stride-before-kernel": Pair(strided(2, 1, 1), strided(2, 1)),
     "first-group-input": Pair(grouped(1, 2), grouped(2, 2)),
-    "first-batch-only": Pair(
-        linear(1, 2, ONE, x=[[1, 1], [1, 2]]), linear(1, 2, ONE, x=[[1, 1]])
-    ),
+    "first-batch-only": Pair(linear(1, 2, ONE, x=[[1, 1], [1, 2]]), linear(1, 2, ONE, x=[[1, 1]])),
 }
 
 

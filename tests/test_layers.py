@@ -14,7 +14,7 @@ from fulldiff.cases.model import Layer
 from fulldiff.reference.layers import apply, pad
 
 CONV = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-MODULE = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d, 3: torch.nn.Conv3d}
+MODULE: dict[int, Any] = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d, 3: torch.nn.Conv3d}
 MODES = ("zeros", "reflect", "replicate", "circular")
 SIZES, KERNEL = (7, 6, 5), (3, 2, 3)
 
@@ -37,10 +37,17 @@ def fractions(*shape: int) -> Tensor:
 def conv1d(kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1, **more: Any) -> Layer:
     """A 1-D convolution of one channel unless told otherwise."""
     sizes = {"out": 1, "inp": 1} | more
-    return Layer("conv1d", kernel=(kernel,), stride=(stride,), padding=(padding,), dilation=(dilation,), **sizes)
+    return Layer(
+        "conv1d",
+        kernel=(kernel,),
+        stride=(stride,),
+        padding=(padding,),
+        dilation=(dilation,),
+        **sizes,
+    )
 
 
-# By hand. x is 1 2 3 4 5 and the kernel reads as digits: [100, 10, 1] gives the numbers in the window.
+# By hand. x is 1 2 3 4 5 and the kernel [100, 10, 1] gives the window's numbers as digits.
 
 DIGITS = {
     "plain": (conv1d(3), [123, 234, 345]),
@@ -51,10 +58,22 @@ DIGITS = {
     "dilation 2": (conv1d(3, dilation=2), [135]),
     "dilation 2, padding 2": (conv1d(3, padding=2, dilation=2), [13, 24, 135, 240, 350]),
     "dilation 2, padding 2, stride 2": (conv1d(3, stride=2, padding=2, dilation=2), [13, 135, 350]),
-    "reflect 2": (conv1d(3, padding=2, padding_mode="reflect"), [321, 212, 123, 234, 345, 454, 543]),
-    "replicate 2": (conv1d(3, padding=2, padding_mode="replicate"), [111, 112, 123, 234, 345, 455, 555]),
-    "circular 2": (conv1d(3, padding=2, padding_mode="circular"), [451, 512, 123, 234, 345, 451, 512]),
-    "circular 1, stride 2": (conv1d(3, stride=2, padding=1, padding_mode="circular"), [512, 234, 451]),
+    "reflect 2": (
+        conv1d(3, padding=2, padding_mode="reflect"),
+        [321, 212, 123, 234, 345, 454, 543],
+    ),
+    "replicate 2": (
+        conv1d(3, padding=2, padding_mode="replicate"),
+        [111, 112, 123, 234, 345, 455, 555],
+    ),
+    "circular 2": (
+        conv1d(3, padding=2, padding_mode="circular"),
+        [451, 512, 123, 234, 345, 451, 512],
+    ),
+    "circular 1, stride 2": (
+        conv1d(3, stride=2, padding=1, padding_mode="circular"),
+        [512, 234, 451],
+    ),
 }
 
 
@@ -118,7 +137,7 @@ def test_padding_by_hand(mode: Any, expected: list[float]) -> None:
         (conv1d(1, out=2, inp=4, groups=2), (2, 2, 1), (1, 2, 4)),
     ],
 )
-def test_a_wrong_channel_count_is_an_error(layer: Layer, weight: tuple, x: tuple) -> None:
+def test_a_wrong_channel_count_is_an_error(layer: Layer, weight: tuple[int, ...], x: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="channels"):
         apply(layer, integers(*weight), None, integers(*x))
 
@@ -151,7 +170,7 @@ def test_padding_mode_is_torchs(dims: int, mode: Any, stride: int) -> None:
     padding, strides, dilation = (2, 1, 2)[:dims], (stride, 1, stride)[:dims], (1, 2, 1)[:dims]
     kernel = KERNEL[:dims]
     layer = Layer(f"conv{dims}d", 2, 4, kernel, strides, padding, dilation, mode, groups=2)
-    module = MODULE[dims](4, 2, kernel, strides, padding, dilation, 2, True, mode).double()
+    module: Any = MODULE[dims](4, 2, kernel, strides, padding, dilation, 2, True, mode).double()
     weight, bias, x = fractions(*layer.weight_shape), fractions(2), fractions(2, 4, *SIZES[:dims])
     with torch.no_grad():
         module.weight.copy_(weight)

@@ -44,6 +44,7 @@ def delta(adapter: Adapter, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """ΔW without scale, in ``shape`` (out, in / groups, *kernel) and ``dtype``."""
     t = {name: tensor.to(dtype) for name, tensor in adapter.tensors.items()}
     product = _lora(t) if adapter.kind == "lora" else _lokr(t, shape)
+    product = product.flatten(0, 1).flatten(1, 2) if adapter.kind == "lokr" else product
     if product.shape[0] != shape[0] or product.numel() != torch.Size(shape).numel():
         raise Refused(f"the factors give {tuple(product.shape)}, the weight is {tuple(shape)}")
     return product.reshape(tuple(shape))
@@ -67,6 +68,5 @@ def _lokr(t: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
     vp, vq = factors.w2_sizes(t, shape)
     if w2.numel() != vp * vq * torch.Size(shape[2:]).numel():
         raise Refused(f"w2 gives {tuple(w2.shape)}, the weight {tuple(shape)} needs ({vp}, {vq}, …)")
-    w2 = w2.reshape(vp, vq, *shape[2:]).contiguous()
-    # torch.kron aligns trailing dimensions, so w1 needs the kernel's dimensions too.
-    return torch.kron(w1.reshape(*w1.shape, *[1] * (len(shape) - 2)), w2)
+    w2 = w2.reshape(1, vp, 1, vq, *shape[2:])
+    return w1.reshape(w1.shape[0], 1, w1.shape[1], 1, *[1] * (len(shape) - 2)) * w2

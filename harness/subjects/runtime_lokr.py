@@ -52,7 +52,7 @@ class RuntimeLokr(Subject):
     def promised_bytes(self, module: nn.Module, adapters: Sequence[Adapter], x: Tensor) -> int | None:
         if not isinstance(module, nn.Linear):
             return None
-        copy = 0 if _is_view(x) else x.numel()
+        copy = 0 if _rows_of(x).data_ptr() == x.data_ptr() else x.numel()
         works = [branch.workspace(x) for branch in branches_of(module, adapters)]
         return x.element_size() * max((copy + work for work in works), default=0)
 
@@ -105,10 +105,10 @@ class Branch:
         if not isinstance(self.module, nn.Linear):
             self._add_convolution(y, x)
         elif y.is_contiguous():
-            self._add_tokens(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
+            self._add_tokens(y.view(-1, y.shape[-1]), _rows_of(x))
         else:
             delta = torch.zeros(y.shape, dtype=y.dtype, device=y.device)
-            self._add_tokens(delta.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
+            self._add_tokens(delta.view(-1, y.shape[-1]), _rows_of(x))
             y.add_(delta)
 
     def workspace(self, x: Tensor) -> int:
@@ -243,5 +243,6 @@ def _is_pointwise(module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool
     return plain and not isinstance(module.padding, str) and not any(module.padding)
 
 
-def _is_view(x: Tensor) -> bool:
-    return x.reshape(-1, x.shape[-1]).data_ptr() == x.data_ptr()
+def _rows_of(x: Tensor) -> Tensor:
+    """x as contiguous rows (tokens, in): a view where its layout allows, else a copy."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
