@@ -24,7 +24,6 @@ from fulldiff.cases.model import (
     Input,
     Kind,
     Layer,
-    MergeCase,
     PaddingMode,
     RuntimeCase,
     Shape,
@@ -81,7 +80,6 @@ def _known_bugs() -> Named:
     yield "d4-three-leading-dimensions", _linear(whole, 8, 12, (2, 3, 5), values="exact")
     one, flat = _conv_layer("conv2d", 8, 12, kernel=1), lokr((2, 3), (4, 4), (1, 1), flat=True)
     yield "d5-conv1x1-flat-w2", _conv(flat, one, values="exact")
-    yield "d6-merge-conv-full-w2", MergeCase(conv, (lokr((2, 3), (4, 4), kernel),), "f32", "exact")
     yield "d6-conv-full-w2", _conv(lokr((2, 3), (4, 4), kernel), conv, values="exact")
     yield "d7-rank-1", _linear(lokr((2, 3), (4, 4), w2_rank=1, alpha=half), 8, 12, values="exact")
     yield "d7-rank-1-lora", _linear(lora(8, 12, 1, alpha=half), 8, 12, values="exact")

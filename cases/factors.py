@@ -13,7 +13,9 @@ from fulldiff.cases.model import Adapter, Layer, Shape, numel
 W2Form = Literal["full", "low-rank", "tucker"]
 
 
-def lora(out: int, inp: int, rank: int, kernel: Shape = (), *, mid: bool = False, flat: bool = False, **rest: Any) -> Adapter:
+def lora(
+    out: int, inp: int, rank: int, kernel: Shape = (), *, mid: bool = False, flat: bool = False, **rest: Any
+) -> Adapter:
     """LoRA (no kernel) or LoCon: down (r, in, *kernel), up (out, r, 1…); ``mid`` holds the kernel.
 
     ``inp`` is the layer's in / groups; ``flat`` stores a 1×1 convolution's factors as 2-D.

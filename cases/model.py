@@ -242,7 +242,11 @@ def _describe_layer(layer: Layer) -> str:
     parts = [f"{layer.kind}-{layer.out}x{layer.inp}"]
     if layer.kernel:
         parts.append("k" + "x".join(map(str, layer.kernel)))
-    for letter, values, default in (("s", layer.stride, 1), ("p", layer.padding, 0), ("d", layer.dilation, 1)):
+    for letter, values, default in (
+        ("s", layer.stride, 1),
+        ("p", layer.padding, 0),
+        ("d", layer.dilation, 1),
+    ):
         if any(value != default for value in values):
             parts.append(letter + "x".join(map(str, values)))
     if layer.padding_mode != "zeros":

@@ -98,15 +98,23 @@ def _layers(draw: DrawFn, out: int, inp: int) -> Layer:
     kind, bias = draw(sampled_from(KINDS)), draw(st.booleans())
     if kind == "linear":
         return Layer(kind, out, inp, bias=bias)
-    per_dim = [integers(1, 3), integers(1, 2), integers(0, 2), integers(1, 2)]
-    kernel, stride, padding, dilation = zip(
-        *[draw(st.tuples(*per_dim)) for _ in range(SPATIAL_DIMS[kind])], strict=True
-    )
-    if draw(_rarely):
-        kernel = (1,) * len(kernel)
+    largest = 1 if draw(_rarely) else 3
+    dims = [draw(_dims(largest)) for _ in range(SPATIAL_DIMS[kind])]
+    kernel, stride, padding, dilation = zip(*dims, strict=True)
     groups = draw(sampled_from(_divisors(out, MAX_GROUPS))) if draw(_rarely) else 1
     mode = draw(sampled_from(PADDING_MODES))
     return Layer(kind, out, inp * groups, kernel, stride, padding, dilation, mode, groups, bias)
+
+
+@composite
+def _dims(draw: DrawFn, largest: int) -> tuple[int, int, int, int]:
+    """Kernel, stride, padding and dilation of one spatial dimension.
+
+    A kernel of 1 is not dilated: it would change nothing, and torch 2.13's oneDNN convolution (CPU) then
+    segfaults on an input of width 1 with stride 2, padding 1 and dilation 2.
+    """
+    kernel, stride, padding = draw(st.tuples(integers(1, largest), integers(1, 2), integers(0, 2)))
+    return kernel, stride, padding, draw(integers(1, 2)) if kernel > 1 else 1
 
 
 @composite

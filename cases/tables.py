@@ -22,9 +22,7 @@ import msgspec
 from fulldiff.cases.model import Kind, Layer, Shape
 
 Part = Literal["unet", "transformer", "text_encoder", "text_encoder_2"]
-Group = Literal[
-    "attention", "feed_forward", "projection", "modulation", "resnet", "sampler", "io_embed"
-]
+Group = Literal["attention", "feed_forward", "projection", "modulation", "resnet", "sampler", "io_embed"]
 
 PIXELS_PER_LATENT = 8
 CLIP_TEXT = 77

@@ -52,9 +52,7 @@ def interleave(calls: dict[str, Call], budget: float) -> dict[str, list[float]]:
     repeats = {way: max(1, round(MIN_SAMPLE / max(1e-7, t))) for way, t in once.items()}
     samples: dict[str, list[float]] = {way: [] for way in calls}
     end = time.perf_counter() + budget
-    while len(samples[BARE]) < MIN_BLOCKS or (
-        time.perf_counter() < end and len(samples[BARE]) < MAX_BLOCKS
-    ):
+    while len(samples[BARE]) < MIN_BLOCKS or (time.perf_counter() < end and len(samples[BARE]) < MAX_BLOCKS):
         block = dict.fromkeys(calls, 0.0)
         for way in (*calls, *reversed(calls)):
             block[way] += cpu.seconds(lambda way=way: [calls[way]() for _ in range(repeats[way])])  # type: ignore[misc]

@@ -16,6 +16,7 @@ import msgspec
 
 from fulldiff.cases.model import Case
 from fulldiff.harness.protocol import (
+    BARE,
     PROTOCOL,
     Answer,
     Hello,
@@ -53,6 +54,9 @@ class Worker:
         judgement = self._judge_once(case, subject)
         if judgement.outcome in ("timed out", "out of memory"):
             judgement = self._judge_once(case, subject)
+        if judgement.outcome == "crashed" and judgement.where == BARE:
+            words = f"torch's own layer crashes here without any adapter: {judgement.message}"
+            return Judgement("unsupported", message=words, where=BARE)
         return judgement
 
     def ask(self, request: Request, limit: float) -> Answer:
@@ -126,7 +130,9 @@ class Worker:
                 ) from None
             if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
                 self.stop()
-                raise WorkerError(f"{self.python}: its fulldiff speaks another protocol than {PROTOCOL}; install this one")
+                raise WorkerError(
+                    f"{self.python}: its fulldiff speaks another protocol than {PROTOCOL}; install this one"
+                )
             self.hello = hello
         return self._process
 

@@ -14,6 +14,8 @@ import msgspec
 from fulldiff.cases.model import Case
 
 PROTOCOL = 1
+# The stage in which torch runs the layer without any adapter.
+BARE = "bare layer"
 
 Outcome = Literal[
     "passed", "wrong", "not finite", "refused", "unsupported", "raised",

@@ -73,7 +73,11 @@ def _alpha(adapter: Adapter) -> dict[str, Tensor]:
     shape = adapter.alpha.shape
     if shape is None:
         return {}
-    return {"alpha": torch.tensor(adapter.alpha.value, dtype=torch.float64).to(DTYPES[adapter.alpha.dtype]).reshape(shape)}
+    return {
+        "alpha": torch.tensor(adapter.alpha.value, dtype=torch.float64)
+        .to(DTYPES[adapter.alpha.dtype])
+        .reshape(shape)
+    }
 
 
 def read(path: str, prefix: str, names: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from hypothesis.strategies import SearchStrategy
 
 from fulldiff.cases.model import Case, RuntimeCase, case_id, encode
 from fulldiff.harness.manager import Worker
-from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.results import Result, Store
 
 FINE = ("passed", "unsupported", "refused")
@@ -63,6 +62,8 @@ class Search:
     seconds: float
     shrink_seconds: float = 20.0
     expected: Expected = lambda result: False
+    first_only: bool = False
+    first_after: int = 0
     found: dict[str, Result] = field(default_factory=dict)
     _classes: dict[str, type[Finding]] = field(default_factory=dict)
     _ran: int = 0
@@ -77,7 +78,7 @@ class Search:
             before = self._ran
             self._round(strategy, first_seed + turn, end)
             turn += 1
-            if self._ran == before:
+            if self._ran == before or (self.first_only and self.found):
                 break
         return self.found
 
@@ -120,10 +121,13 @@ class Search:
         if name not in self.found or size(case) < size(self.found[name].case):
             self.found[name] = result
         self._shrinking_since = self._shrinking_since or now
+        self.first_after = self.first_after or self._ran
         raise self._class(name)
 
     def _class(self, name: str) -> type[Finding]:
-        return self._classes.setdefault(name, type(f"Finding{len(self._classes)}", (Finding,), {"__doc__": name}))
+        return self._classes.setdefault(
+            name, type(f"Finding{len(self._classes)}", (Finding,), {"__doc__": name})
+        )
 
 
 def diagnosis(result: Result) -> str:
@@ -154,7 +158,10 @@ def save(findings: Mapping[str, Result], folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for name, result in findings.items():
-        path = folder / f"{result.subject.replace(':', '-').replace('/', '-')}-{result.id.rsplit('/', 1)[1]}.json"
+        path = (
+            folder
+            / f"{result.subject.replace(':', '-').replace('/', '-')}-{result.id.rsplit('/', 1)[1]}.json"
+        )
         path.write_bytes(encode(result.case) + b"\n")
         paths[name] = path
     return paths

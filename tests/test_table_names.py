@@ -57,9 +57,7 @@ def test_the_kohya_listing_is_the_lora_set() -> None:
 )
 def test_dotted_flux_names_resolve(listing: str, suffixes: tuple[str, ...]) -> None:
     keys = json.loads(shared("state_dicts", listing).read_text())
-    names = {
-        key.removesuffix(suffix) for key in keys for suffix in suffixes if key.endswith(suffix)
-    }
+    names = {key.removesuffix(suffix) for key in keys for suffix in suffixes if key.endswith(suffix)}
     assert sorted(names - alias_index("flux").keys()) == []
 
 

@@ -105,9 +105,7 @@ def test_sdxl_convolutional_layers() -> None:
         ("sd15", ("unet",), in_locon, 1_050_816, "0.857"),
     ],
 )
-def test_parameters(
-    model: str, parts: tuple[str, ...], chosen: Choice, per_rank: int, giga: str
-) -> None:
+def test_parameters(model: str, parts: tuple[str, ...], chosen: Choice, per_rank: int, giga: str) -> None:
     found = chosen(rows(model, *parts))
     assert sum(row.parameters_per_rank for row in found) == per_rank
     assert f"{sum(row.parameters for row in found) / 1e9:.3f}" == giga

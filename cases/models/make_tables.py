@@ -74,9 +74,7 @@ def unet(config: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
     model = library("diffusers").UNet2DConditionModel(**config)
     text = torch.empty(1, CLIP_TEXT, config["cross_attention_dim"])
     added = {"text_embeds": torch.empty(1, 1280), "time_ids": torch.empty(1, 6)}
-    return model, lambda: model(
-        torch.empty(1, 4, *LATENT), torch.empty(1), text, added_cond_kwargs=added
-    )
+    return model, lambda: model(torch.empty(1, 4, *LATENT), torch.empty(1), text, added_cond_kwargs=added)
 
 
 def flux(config: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:

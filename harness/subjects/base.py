@@ -55,9 +55,7 @@ class Subject(ABC):
         Raise `Unsupported` for a kind it does not do, `Refused` for an adapter it will not apply.
         """
 
-    def promised_bytes(
-        self, module: nn.Module, adapters: Sequence[Adapter], x: Tensor
-    ) -> int | None:
+    def promised_bytes(self, module: nn.Module, adapters: Sequence[Adapter], x: Tensor) -> int | None:
         """Peak bytes above the bare layer's that one call allocates in f32 on the CPU.
 
         None: no promise. Called while attached; the harness holds the subject to the number.

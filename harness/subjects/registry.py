@@ -5,12 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from fulldiff.harness.subjects.base import Subject
-
-OURS = {
-    "full-diff": "fulldiff.harness.subjects.full_diff:FullDiff",
-    "runtime-lokr": "fulldiff.harness.subjects.runtime_lokr:RuntimeLokr",
-}
-FAULT = "fault:"
+from fulldiff.harness.subjects.names import FAULT, OURS
 
 
 class SubjectError(ValueError):
@@ -26,7 +21,9 @@ def subject(name: str) -> Subject:
     target = OURS.get(name, name)
     module, _, attribute = target.partition(":")
     if not attribute:
-        raise SubjectError(f"subject {name!r}: use one of {', '.join(OURS)}, fault:NAME or package.module:Name")
+        raise SubjectError(
+            f"subject {name!r}: use one of {', '.join(OURS)}, fault:NAME or package.module:Name"
+        )
     try:
         made = getattr(import_module(module), attribute)()
     except (ImportError, AttributeError) as error:

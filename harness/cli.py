@@ -1,0 +1,151 @@
+"""The command line. Exit codes: 0 ok, 1 conformance, 2 usage or bad input, 5 backend absent, 70 harness error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fulldiff.cases.catalogue import pinned
+from fulldiff.cases.model import CaseError, decode
+from fulldiff.harness import conform as conforming
+from fulldiff.harness.devices import devices as find_devices
+from fulldiff.harness.manager import Worker, WorkerError
+from fulldiff.harness.results import Result, ResultsError
+
+CONFORMANCE, USAGE, ABSENT, HARNESS = 1, 2, 5, 70
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+console = Console()
+Subject = Annotated[str, typer.Option(help="runtime-lokr, full-diff, fault:NAME or package.module:Name")]
+Python = Annotated[str, typer.Option(help="The interpreter that runs the subject")]
+Out = Annotated[Path, typer.Option(help="The folder for reports; result lines go to its runs/")]
+
+
+@app.command()
+def conform(
+    subject: Subject = "runtime-lokr",
+    suite: Annotated[str, typer.Option(help="The promise to check")] = "runtime",
+    profile: Annotated[str, typer.Option(help="quick, ci or soak")] = "quick",
+    seed: int = 1,
+    python: Python = sys.executable,
+    out: Out = Path("reports"),
+) -> None:
+    """Check a subject against the full diff on named and generated cases. Run again to resume."""
+    if suite != "runtime":
+        raise typer.BadParameter(f"suite {suite!r}: only runtime can be run so far")
+    if profile not in conforming.PROFILES:
+        raise typer.BadParameter(f"profile {profile!r}: use {', '.join(conforming.PROFILES)}")
+    outcome = conforming.conform(subject, conforming.PROFILES[profile], seed, out / "runs", python, console)
+    conforming.show(outcome, subject, console)
+    if outcome.counts["absent"]:
+        raise typer.Exit(ABSENT)
+    raise typer.Exit(0 if outcome.ok else CONFORMANCE)
+
+
+@app.command()
+def replay(case: Path, subject: Subject = "runtime-lokr", python: Python = sys.executable) -> None:
+    """Run one saved case (JSON), or a named one, and say what came out."""
+    from fulldiff.cases.model import case_id
+
+    named = pinned()
+    loaded = named[str(case)] if str(case) in named else decode(_read(case))
+    with Worker(python) as worker:
+        judgement = worker.judge(loaded, subject)
+    console.print(
+        conforming.describe(Result(case_id(loaded), subject, "cpu", loaded, judgement)), markup=False
+    )
+    raise typer.Exit(0 if judgement.outcome in conforming.FINE else CONFORMANCE)
+
+
+@app.command(name="list")
+def list_() -> None:
+    """List suites, subjects, backends and named cases."""
+    from fulldiff.harness.subjects.names import FAULT, OURS
+
+    console.print("suites:   runtime", highlight=False)
+    console.print(
+        f"subjects: {', '.join(OURS)}, {FAULT}NAME (see `fulldiff faults`), package.module:Name",
+        highlight=False,
+    )
+    console.print("backends: cpu (see `fulldiff devices`)", highlight=False)
+    console.print("named cases:", highlight=False)
+    for name in pinned():
+        console.print(f"  {name}", highlight=False)
+
+
+@app.command()
+def devices() -> None:
+    """List the backends, and for each what it is or exactly which piece is missing."""
+    table = Table("backend", "state")
+    for name, state in find_devices():
+        table.add_row(name, state)
+    console.print(table)
+
+
+@app.command()
+def faults(out: Out = Path("reports"), seed: int = 1, seconds: float = 20.0) -> None:
+    """Run every named fault as a subject on exact cases; write faults.md."""
+    from fulldiff.harness import fault_table
+    from fulldiff.reference.faults import FAULTS  # the only command whose process loads torch
+
+    rows = fault_table.run(list(FAULTS), out / "runs", seed, seconds, console)
+    docs = {name: " ".join((type(f).__doc__ or "").split()) for name, f in FAULTS.items()}
+    text = fault_table.markdown(rows, docs)
+    (out / "faults.md").write_text(text)
+    missed = [row.fault for row in rows if not row.smallest]
+    console.print(f"{len(rows) - len(missed)} of {len(rows)} faults flagged; wrote {out / 'faults.md'}")
+    if missed:
+        console.print(f"not flagged: {', '.join(missed)}")
+    raise typer.Exit(CONFORMANCE if missed else 0)
+
+
+@app.command()
+def bench(
+    backend: Annotated[str, typer.Option(help="cpu")] = "cpu",
+    adapter: Annotated[Path | None, typer.Option(help="A LoKr file of yours (safetensors)")] = None,
+    seconds: Annotated[
+        float, typer.Option(help="At least so long per cell, beside the minimum of blocks")
+    ] = 0.3,
+    threads: Annotated[int, typer.Option(help="Threads of torch")] = 1,
+    out: Out = Path("reports"),
+) -> None:
+    """Check runtime LoKr, then measure bytes and time on SDXL's layers; write cpu.md, cpu.png, cpu.jsonl."""
+    from fulldiff.harness import bench as benching
+
+    if backend != "cpu":
+        console.print(f"backend {backend!r}: only cpu can be measured so far")
+        raise typer.Exit(ABSENT)
+    ok = benching.bench(adapter, seconds, threads, out, console)
+    raise typer.Exit(0 if ok else CONFORMANCE)
+
+
+def main() -> None:
+    """Run the command line; known errors become one line and an exit code."""
+    from fulldiff.harness.files.adapter import FileError
+
+    try:
+        app()
+    except (CaseError, ResultsError, conforming.ExpectationError, FileError) as error:
+        console.print(f"fulldiff: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(USAGE)
+    except WorkerError as error:
+        console.print(f"fulldiff: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(HARNESS)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CaseError(
+            f"{path}: {error.strerror}; give a case's JSON file or a name from `fulldiff list`"
+        ) from error
+
+
+if __name__ == "__main__":
+    main()

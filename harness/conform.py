@@ -1,0 +1,165 @@
+"""The conform run: named cases, then a search; findings saved, an exit code, a summary."""
+
+from __future__ import annotations
+
+import fnmatch
+import platform
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fulldiff.cases.catalogue import HEAVY, pinned
+from fulldiff.cases.model import Case
+from fulldiff.cases.strategies import runtime_cases
+from fulldiff.harness.manager import Worker
+from fulldiff.harness.results import Environment, Result, Store
+from fulldiff.harness.search import FINE, Engine, Search, save
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much to run: generated cases, seconds at most, and whether heavy named cases are in."""
+
+    examples: int
+    seconds: float
+    heavy: bool
+
+
+PROFILES = {
+    "quick": Profile(600, 45, False),
+    "ci": Profile(5_000, 600, True),
+    "soak": Profile(1_000_000, 8 * 3600, True),
+}
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A known failure: cases whose id or name matches ``pattern`` end as ``outcome``, and why."""
+
+    pattern: str
+    outcome: str
+    reason: str
+    pinned: str = ""
+    link: str = ""
+
+    def matches(self, result: Result) -> bool:
+        named = (result.id, result.name)
+        return any(fnmatch.fnmatchcase(name, self.pattern) for name in named)
+
+
+class ExpectationError(ValueError):
+    """An expectations file that cannot be read; the message names the file."""
+
+
+@dataclass
+class Outcome:
+    """What a conform run found."""
+
+    counts: Counter[str]
+    findings: dict[str, Result]
+    paths: dict[str, Path]
+    stale: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings and not self.stale
+
+
+def expectations(subject: str) -> list[Expectation]:
+    """The subject's expectations, cases/expectations/<subject>.toml; none where there is no file."""
+    path = files("fulldiff.cases") / "expectations" / f"{subject}.toml"
+    if not path.is_file():
+        return []
+    try:
+        entries = tomllib.loads(path.read_text())["expect"]
+        return [Expectation(**entry) for entry in entries]
+    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ExpectationError(f"{path}: {error}; each [[expect]] needs pattern, outcome, reason") from error
+
+
+def conform(
+    subject: str, profile: Profile, seed: int, folder: Path, python: str, console: Console
+) -> Outcome:
+    """Run named and generated cases on ``subject``; result lines go to ``folder``, and resume there."""
+    name = subject.replace(":", "-").replace("/", "-")
+    store = Store(folder / f"conform-{name}-{seed}.jsonl")
+    known, named = expectations(subject), _named(profile)
+    with Worker(python) as worker, Progress(console=console, disable=not console.is_terminal) as progress:
+        line = environment(worker)
+        if line not in store.lines:
+            store.add(line)
+        task = progress.add_task(f"conform {subject}", total=len(named) + profile.examples)
+        engine = Engine(store, worker, subject, on_result=lambda _: progress.advance(task))
+        results = [engine.observe(case, label) for label, case in named.items()]
+
+        def expected(result: Result) -> bool:
+            return any(e.matches(result) and e.outcome == result.judgement.outcome for e in known)
+
+        bad = {
+            f"named case {r.name}": r for r in results if r.judgement.outcome not in FINE and not expected(r)
+        }
+        search = Search(engine, profile.examples, profile.seconds, expected=expected)
+        found = bad | dict(search.run(runtime_cases(), seed))
+    everything = [result for result in store.results() if result.subject == subject]
+    store.close()
+    paths = save(found, folder / "findings")
+    return Outcome(Counter(r.judgement.outcome for r in everything), found, paths, stale(known, everything))
+
+
+def stale(known: list[Expectation], results: list[Result]) -> list[str]:
+    """Expectations that match no case, or whose pinned example no longer ends as expected."""
+    found = []
+    for entry in known:
+        if not any(entry.matches(result) for result in results):
+            found.append(f"{entry.pattern}: matches no case")
+        pinned_results = [r for r in results if entry.pinned and r.name == entry.pinned]
+        if any(result.judgement.outcome != entry.outcome for result in pinned_results):
+            found.append(f"{entry.pattern}: its pinned example {entry.pinned} is no longer {entry.outcome}")
+    return found
+
+
+def show(outcome: Outcome, subject: str, console: Console) -> None:
+    """Print the counts, and each finding with the claim broken and the command to replay it."""
+    table = Table("outcome", "cases", title=f"conform {subject}")
+    table.columns[1].justify = "right"
+    for name, count in outcome.counts.most_common():
+        table.add_row(name, str(count))
+    console.print(table)
+    for diagnosis, result in outcome.findings.items():
+        console.print(f"[bold red]FAILED[/] {diagnosis}", highlight=False)
+        console.print(describe(result), markup=False, highlight=False)
+        console.print(
+            f"  replay: fulldiff replay {outcome.paths[diagnosis]} --subject {subject}", soft_wrap=True
+        )
+    for line in outcome.stale:
+        console.print(f"[bold red]STALE[/] expectation {line}", highlight=False)
+    console.print("ok" if outcome.ok else f"{len(outcome.findings)} findings, {len(outcome.stale)} stale")
+
+
+def describe(result: Result) -> str:
+    """A judgement in words: the claim, the worst element, the budget used."""
+    judgement, claim = result.judgement, result.judgement.claim
+    lines = [f"  case:   {result.id}", f"  outcome: {judgement.outcome} {judgement.message}".rstrip()]
+    if claim is not None:
+        lines.append(f"  claim:  {claim.name}" + (f" at {claim.index}" if claim.index else ""))
+        if claim.got:
+            lines.append(f"  got {claim.got}, expected {claim.want}")
+        if claim.error:
+            lines.append(f"  error {claim.error}, budget {claim.budget} ({claim.used:.0%} used)")
+    return "\n".join(lines)
+
+
+def _named(profile: Profile) -> dict[str, Case]:
+    return {name: case for name, case in pinned().items() if profile.heavy or name not in HEAVY}
+
+
+def environment(worker: Worker) -> Environment:
+    """What the worker runs on."""
+    hello = worker.start()
+    return Environment(hello.versions, hello.device, hello.threads, platform.platform())
