@@ -28,16 +28,14 @@ FACTOR, SHAPES, LIMIT = 8, 8, 600.0
 CHECK_TOKENS = 4
 
 
-def bench(adapter: Path | None, seconds: float, threads: int, out: Path, console: Console) -> bool:
+def bench(adapter: Path | None, full: bool, seconds: float, threads: int, out: Path, console: Console) -> bool:
     """Check, measure, write the report; whether everything checked was right."""
     file = adapter_files.read(adapter, "sdxl") if adapter else None
-    outcome = conform.conform(
-        "runtime-lokr", conform.PROFILES["quick"], 1, out / "runs", sys.executable, console
-    )
+    outcome = conform.conform("runtime-lokr", conform.PROFILES["quick"], 1, out / "runs", sys.executable, console)
     conform.show(outcome, "runtime-lokr", console)
     layers = check_layers(out, console)
     real = check_file(file, out, console) if file else []
-    cells, environment = measure(cell_cases(), seconds, threads, out, console)
+    cells, environment = measure(cell_cases(full), seconds, threads, out, console)
     sections = bench_report.Sections(outcome.counts, layers, real, file, cells, environment)
     bench_report.write(sections, out)
     console.print(f"wrote {out / 'cpu.md'}, {out / 'cpu.png'}, {out / 'cpu.jsonl'}", highlight=False)
@@ -49,23 +47,29 @@ def bench(adapter: Path | None, seconds: float, threads: int, out: Path, console
     )
 
 
-def heaviest() -> list[tuple[Layer, int]]:
-    """The SDXL layer shapes with the most FLOPs at 1024×1024, and how many layers have each."""
+def heaviest() -> list[tuple[Layer, int, int]]:
+    """The SDXL layer shapes with the most FLOPs at 1024×1024, how many layers have each, and their tokens."""
     flops: Counter[Layer] = Counter()
     count: Counter[Layer] = Counter()
+    positions: dict[Layer, int] = {}
     for row in load_table("sdxl"):
         if row.in_locon and row.part == "unet":
             flops[row.layer] += 2 * row.parameters * tokens(row, 1024, 1024)
             count[row.layer] += 1
-    return [(layer, count[layer]) for layer, _ in flops.most_common(SHAPES)]
+            positions[row.layer] = tokens(row, 1024, 1024)
+    return [(layer, count[layer], positions[layer]) for layer, _ in flops.most_common(SHAPES)]
 
 
-def cell_cases() -> list[tuple[dict[str, object], Case]]:
-    """Every cell to measure: its labels and its case."""
+def cell_cases(full: bool) -> list[tuple[dict[str, object], Case]]:
+    """Every cell to measure: its labels and its case.
+
+    4096 tokens, the slowest, only on layers that have so many at 1024×1024; all of them with ``full``.
+    """
     return [
         (_labels(layer, count, n, dtype, form), _cell(layer, n, dtype, rank))
-        for layer, count in heaviest()
+        for layer, count, positions in heaviest()
         for n in TOKENS
+        if full or n < max(TOKENS) or positions == n
         for dtype in DTYPES
         for form, rank in FORMS.items()
     ]
@@ -101,8 +105,7 @@ def check_layers(out: Path, console: Console) -> list[Result]:
     """runtime-lokr on every distinct SDXL layer shape, full w2 and rank 16 in turn, few tokens."""
     rows: dict[Layer, TableRow] = {row.layer: row for row in load_table("sdxl") if row.in_locon}
     cases = {
-        row.name: _runtime(layer, CHECK_TOKENS, "f32", (0, 16)[at % 2])
-        for at, (layer, row) in enumerate(rows.items())
+        row.name: _runtime(layer, CHECK_TOKENS, "f32", (0, 16)[at % 2]) for at, (layer, row) in enumerate(rows.items())
     }
     return _check({name: Case(body, 1) for name, body in cases.items()}, "SDXL layers", out, console)
 

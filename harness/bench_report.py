@@ -49,8 +49,7 @@ def frame(cells: list[Cell]) -> pd.DataFrame:
             extra = cell.peak_bytes[way] - cell.peak_bytes[BARE]
             check = cell.check[way].outcome if way in cell.check else "see layers"
             rows.append(
-                cell.labels
-                | {"way": way, "ratio": middle, "low": low, "high": high, "extra": extra, "check": check}
+                cell.labels | {"way": way, "ratio": middle, "low": low, "high": high, "extra": extra, "check": check}
             )
     return pd.DataFrame(rows)
 
@@ -75,8 +74,8 @@ def markdown(sections: Sections, table: pd.DataFrame) -> str:
         summary(table).to_markdown(index=False),
         "\n![time ratio against extra memory](cpu.png)\n",
         "## Every cell\n",
-        "`[low, high]` is the 95 % interval of the ratio. Convolutions: tokens are output positions; "
-        "the check of their outputs is in the section above.\n",
+        "`[low, high]` is the 95 % interval of the ratio. Convolutions: tokens are output "
+        "positions. Check: the timed outputs against the float64 oracle.\n",
         cells_table(table).to_markdown(index=False, disable_numparse=True),
         "",
     ]
@@ -87,9 +86,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     """Median ratio and extra MiB by form, dtype, way and token count."""
     keys = ["form", "dtype", "way"]
     ratios = table.pivot_table(index=keys, columns="tokens", values="ratio", aggfunc="median").round(3)
-    extra = (table.pivot_table(index=keys, columns="tokens", values="extra", aggfunc="median") / 2**20).round(
-        2
-    )
+    extra = (table.pivot_table(index=keys, columns="tokens", values="extra", aggfunc="median") / 2**20).round(2)
     ratios.columns = [f"time ratio, {n} tokens" for n in ratios.columns]
     extra.columns = [f"extra MiB, {n} tokens" for n in extra.columns]
     ratios["time ratio, all"] = table.groupby(keys)["ratio"].median().round(3)
@@ -100,8 +97,7 @@ def cells_table(table: pd.DataFrame) -> pd.DataFrame:
     """All cells as text."""
     shown = table.copy()
     shown["time ratio"] = [
-        f"{r:.3f} [{low:.3f}, {high:.3f}]"
-        for r, low, high in zip(table.ratio, table.low, table.high, strict=True)
+        f"{r:.3f} [{low:.3f}, {high:.3f}]" for r, low, high in zip(table.ratio, table.low, table.high, strict=True)
     ]
     shown["extra bytes"] = [f"{extra:,}" for extra in table.extra]
     columns = ["layer", "count", "tokens", "dtype", "form", "way", "time ratio", "extra bytes", "check"]
@@ -119,9 +115,7 @@ def plot(table: pd.DataFrame, path: Path) -> None:
     for axis, dtype in zip(axes, ("f32", "bf16"), strict=True):
         for (way, form), group in table[table.dtype == dtype].groupby(["way", "form"]):
             marker = "o" if way == "runtime-lokr" else "s"
-            axis.scatter(
-                group.extra / 2**20 + 0.01, group.ratio, label=f"{way}: {form}", marker=marker, alpha=0.7
-            )
+            axis.scatter(group.extra / 2**20 + 0.01, group.ratio, label=f"{way}: {form}", marker=marker, alpha=0.7)
         axis.axhline(1, color="gray", linewidth=0.8)
         axis.set(xscale="log", yscale="log", xlabel="peak memory beyond the bare layer, MiB", title=dtype)
     axes[0].set_ylabel("time over the bare layer")
@@ -152,6 +146,4 @@ def _checks(sections: Sections) -> str:
 def _tally(results: list[Result]) -> str:
     counts = Counter(result.judgement.outcome for result in results)
     worst = max((result.judgement.used for result in results), default=0.0)
-    return (
-        ", ".join(f"{n} {name}" for name, n in counts.items()) + f" (at most {worst:.0%} of the error budget)"
-    )
+    return ", ".join(f"{n} {name}" for name, n in counts.items()) + f" (at most {worst:.0%} of the error budget)"

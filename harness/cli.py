@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -56,9 +57,7 @@ def replay(case: Path, subject: Subject = "runtime-lokr", python: Python = sys.e
     loaded = named[str(case)] if str(case) in named else decode(_read(case))
     with Worker(python) as worker:
         judgement = worker.judge(loaded, subject)
-    console.print(
-        conforming.describe(Result(case_id(loaded), subject, "cpu", loaded, judgement)), markup=False
-    )
+    console.print(conforming.describe(Result(case_id(loaded), subject, "cpu", loaded, judgement)), markup=False)
     raise typer.Exit(0 if judgement.outcome in conforming.FINE else CONFORMANCE)
 
 
@@ -108,10 +107,9 @@ def faults(out: Out = Path("reports"), seed: int = 1, seconds: float = 20.0) -> 
 def bench(
     backend: Annotated[str, typer.Option(help="cpu")] = "cpu",
     adapter: Annotated[Path | None, typer.Option(help="A LoKr file of yours (safetensors)")] = None,
-    seconds: Annotated[
-        float, typer.Option(help="At least so long per cell, beside the minimum of blocks")
-    ] = 0.3,
-    threads: Annotated[int, typer.Option(help="Threads of torch")] = 1,
+    seconds: Annotated[float, typer.Option(help="At least so long per cell, beside the minimum of blocks")] = 0.1,
+    threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
+    full: Annotated[bool, typer.Option(help="4096 tokens on every layer shape, not only where SDXL has them")] = False,
     out: Out = Path("reports"),
 ) -> None:
     """Check runtime LoKr, then measure bytes and time on SDXL's layers; write cpu.md, cpu.png, cpu.jsonl."""
@@ -120,7 +118,7 @@ def bench(
     if backend != "cpu":
         console.print(f"backend {backend!r}: only cpu can be measured so far")
         raise typer.Exit(ABSENT)
-    ok = benching.bench(adapter, seconds, threads, out, console)
+    ok = benching.bench(adapter, full, seconds, threads, out, console)
     raise typer.Exit(0 if ok else CONFORMANCE)
 
 
@@ -142,9 +140,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CaseError(
-            f"{path}: {error.strerror}; give a case's JSON file or a name from `fulldiff list`"
-        ) from error
+        raise CaseError(f"{path}: {error.strerror}; give a case's JSON file or a name from `fulldiff list`") from error
 
 
 if __name__ == "__main__":

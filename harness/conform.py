@@ -83,9 +83,7 @@ def expectations(subject: str) -> list[Expectation]:
         raise ExpectationError(f"{path}: {error}; each [[expect]] needs pattern, outcome, reason") from error
 
 
-def conform(
-    subject: str, profile: Profile, seed: int, folder: Path, python: str, console: Console
-) -> Outcome:
+def conform(subject: str, profile: Profile, seed: int, folder: Path, python: str, console: Console) -> Outcome:
     """Run named and generated cases on ``subject``; result lines go to ``folder``, and resume there."""
     name = subject.replace(":", "-").replace("/", "-")
     store = Store(folder / f"conform-{name}-{seed}.jsonl")
@@ -101,9 +99,7 @@ def conform(
         def expected(result: Result) -> bool:
             return any(e.matches(result) and e.outcome == result.judgement.outcome for e in known)
 
-        bad = {
-            f"named case {r.name}": r for r in results if r.judgement.outcome not in FINE and not expected(r)
-        }
+        bad = {f"named case {r.name}": r for r in results if r.judgement.outcome not in FINE and not expected(r)}
         search = Search(engine, profile.examples, profile.seconds, expected=expected)
         found = bad | dict(search.run(runtime_cases(), seed))
     everything = [result for result in store.results() if result.subject == subject]
@@ -134,9 +130,7 @@ def show(outcome: Outcome, subject: str, console: Console) -> None:
     for diagnosis, result in outcome.findings.items():
         console.print(f"[bold red]FAILED[/] {diagnosis}", highlight=False)
         console.print(describe(result), markup=False, highlight=False)
-        console.print(
-            f"  replay: fulldiff replay {outcome.paths[diagnosis]} --subject {subject}", soft_wrap=True
-        )
+        console.print(f"  replay: fulldiff replay {outcome.paths[diagnosis]} --subject {subject}", soft_wrap=True)
     for line in outcome.stale:
         console.print(f"[bold red]STALE[/] expectation {line}", highlight=False)
     console.print("ok" if outcome.ok else f"{len(outcome.findings)} findings, {len(outcome.stale)} stale")

@@ -87,9 +87,7 @@ def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, 
     want = truth.forward(body.layer, weight, bias, adapters, x)
     if got.shape != want.shape or got.dtype != material.weight.dtype:
         expected = f"{tuple(want.shape)} {material.weight.dtype}"
-        return [
-            Claim(f"{name}: shape and dtype", False, 1.0, "", f"{tuple(got.shape)} {got.dtype}", expected)
-        ]
+        return [Claim(f"{name}: shape and dtype", False, 1.0, "", f"{tuple(got.shape)} {got.dtype}", expected)]
     if body.values == "exact":
         return [_elements(f"{name}: exact", got.double(), want, torch.zeros_like(want))]
     allowed = budget(truth, body.layer, weight, bias, adapters, x, body.dtype)

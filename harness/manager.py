@@ -138,7 +138,7 @@ class Worker:
 
     def _launch(self) -> subprocess.Popen[bytes]:
         command = [self.python, "-m", "fulldiff.harness.worker", "--threads", str(self.threads)]
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
         self._lines: queue.Queue[bytes] = queue.Queue()
         process = subprocess.Popen(
             command + ["--fork"] * self.fork,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fulldiff.cases import tensors as generator
-from fulldiff.cases.model import Adapter, Case, CaseError, Layer, Layout, RuntimeCase
+from fulldiff.cases.model import Adapter, Case, CaseError, Layer, Layout, RuntimeCase, Shape, Values
 from fulldiff.reference.truth import Factors
 
 DTYPES = {
@@ -47,11 +48,17 @@ class Material:
 def realise(case: Case, body: RuntimeCase) -> Material:
     """All tensors of a runtime case."""
     layer, values, seed, dtype = body.layer, body.values, case.seed, DTYPES[body.dtype]
-    weight = _cast(generator.base(values, seed, "weight", layer.weight_shape), dtype)
+    weight = _cast(_weight(values, seed, layer.weight_shape), dtype)
     bias = _cast(generator.base(values, seed, "bias", (layer.out,)), dtype) if layer.bias else None
     adapters = tuple(_adapter(case, body, index) for index in range(len(body.adapters)))
     x = _cast(generator.activation(values, seed, "x", body.input.shape), dtype)
     return Material(weight, bias, adapters, lay_out(x, body.input.layout))
+
+
+@lru_cache(maxsize=1)
+def _weight(values: Values, seed: int, shape: Shape) -> generator.F64:
+    """Kept for the next case: cells of a bench differ in dtype, form and tokens but not in the base."""
+    return generator.base(values, seed, "weight", shape)
 
 
 def _cast(values: generator.F64, dtype: torch.dtype) -> Tensor:
@@ -74,9 +81,7 @@ def _alpha(adapter: Adapter) -> dict[str, Tensor]:
     if shape is None:
         return {}
     return {
-        "alpha": torch.tensor(adapter.alpha.value, dtype=torch.float64)
-        .to(DTYPES[adapter.alpha.dtype])
-        .reshape(shape)
+        "alpha": torch.tensor(adapter.alpha.value, dtype=torch.float64).to(DTYPES[adapter.alpha.dtype]).reshape(shape)
     }
 
 

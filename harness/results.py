@@ -99,9 +99,7 @@ def read(path: Path) -> Iterator[Line]:
             try:
                 yield _decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ResultsError(
-                    f"{path}, line {number}: {error}; move the file away or mend the line"
-                ) from error
+                raise ResultsError(f"{path}, line {number}: {error}; move the file away or mend the line") from error
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -125,9 +125,7 @@ class Search:
         raise self._class(name)
 
     def _class(self, name: str) -> type[Finding]:
-        return self._classes.setdefault(
-            name, type(f"Finding{len(self._classes)}", (Finding,), {"__doc__": name})
-        )
+        return self._classes.setdefault(name, type(f"Finding{len(self._classes)}", (Finding,), {"__doc__": name}))
 
 
 def diagnosis(result: Result) -> str:
@@ -158,10 +156,7 @@ def save(findings: Mapping[str, Result], folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for name, result in findings.items():
-        path = (
-            folder
-            / f"{result.subject.replace(':', '-').replace('/', '-')}-{result.id.rsplit('/', 1)[1]}.json"
-        )
+        path = folder / f"{result.subject.replace(':', '-').replace('/', '-')}-{result.id.rsplit('/', 1)[1]}.json"
         path.write_bytes(encode(result.case) + b"\n")
         paths[name] = path
     return paths

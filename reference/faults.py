@@ -204,9 +204,7 @@ class TuckerCoreIgnored(Truth):
     """The core read nowhere (D13): its place taken by the identity at every kernel position."""
 
     def tucker(self, core: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        identity = torch.eye(core.shape[0], dtype=core.dtype).reshape(
-            *core.shape[:2], *[1] * (core.dim() - 2)
-        )
+        identity = torch.eye(core.shape[0], dtype=core.dtype).reshape(*core.shape[:2], *[1] * (core.dim() - 2))
         return super().tucker(identity.expand(core.shape), a, b)
 
 

@@ -55,8 +55,7 @@ def convolve(layer: LayerLike, weight: Tensor, x: Tensor) -> Tensor:
     y = x.new_zeros(x.shape[0], *grouped_w.shape[:2], *sizes)
     for offset in product(*map(range, layer.kernel)):
         window = [
-            slice(o * d, o * d + s * (n - 1) + 1, s)
-            for o, n, (_, _, s, d) in zip(offset, sizes, steps, strict=True)
+            slice(o * d, o * d + s * (n - 1) + 1, s) for o, n, (_, _, s, d) in zip(offset, sizes, steps, strict=True)
         ]
         shifted = grouped_x[(..., *window)]
         y += torch.einsum("gof,ngf...->ngo...", grouped_w[(..., *offset)], shifted)

@@ -131,9 +131,7 @@ PAIRS = {
     "alpha-not-divided": Pair(rank2(alpha=4), rank1(alpha=4)),
     "missing-alpha-is-one": Pair(rank2(), rank2(alpha=4)),
     "both-full-scaled": Pair(both_full(alpha=4), rank2(alpha=4)),
-    "rank-from-in-features": Pair(
-        rank2(alpha=6), linear(1, 2, lora(up=[[1, 1]], down=[[1, 2], [3, 4]], alpha=6))
-    ),
+    "rank-from-in-features": Pair(rank2(alpha=6), linear(1, 2, lora(up=[[1, 1]], down=[[1, 2], [3, 4]], alpha=6))),
     "rank-one-unscaled": Pair(rank1(alpha=4), rank2(alpha=4)),
     "strength-ignored": Pair(rank2(strength=2), rank2(strength=1)),
     "strength-squared": Pair(rank2(strength=2), rank2(strength=1)),
@@ -149,9 +147,7 @@ PAIRS = {
         Setting(conv(1, 2, 2), (lokr(w1=[[1]], w2_a=[[1]], w2_b=[[1, 2, 3, 4]]),)),
         Setting(conv(1, 2, 2), (lokr(w1=[[1, 2]], w2_a=[[1]], w2_b=[[1, 2]]),)),
     ),
-    "kron-not-unsqueezed": Pair(
-        KNOWN_CONV1D, Setting(conv(1, 4, 1, 1), (lokr(w1=[[1, 2]], w2=[[[[1]], [[2]]]]),))
-    ),
+    "kron-not-unsqueezed": Pair(KNOWN_CONV1D, Setting(conv(1, 4, 1, 1), (lokr(w1=[[1, 2]], w2=[[[[1]], [[2]]]]),))),
     "tucker-core-ignored": Pair(
         square_tucker([[[1], [2]], [[3], [4]]], EYE, EYE),
         square_tucker([[[1], [0]], [[0], [1]]], [[1, 2], [3, 4]], EYE),

@@ -150,9 +150,7 @@ def test_a_wrong_channel_count_is_an_error(layer: Layer, weight: tuple[int, ...]
     ("stride", "padding", "dilation", "groups", "batch"),
     list(itertools.product((1, 2), (0, 1), (1, 2), (1, 2), (0, 2))),
 )
-def test_convolution_is_torchs(
-    dims: int, stride: int, padding: int, dilation: int, groups: int, batch: int
-) -> None:
+def test_convolution_is_torchs(dims: int, stride: int, padding: int, dilation: int, groups: int, batch: int) -> None:
     kernel = KERNEL[:dims]
     each = [(n,) * dims for n in (stride, padding, dilation)]
     layer = Layer(f"conv{dims}d", 6, 4, kernel, *each, groups=groups)

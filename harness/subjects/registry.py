@@ -21,9 +21,7 @@ def subject(name: str) -> Subject:
     target = OURS.get(name, name)
     module, _, attribute = target.partition(":")
     if not attribute:
-        raise SubjectError(
-            f"subject {name!r}: use one of {', '.join(OURS)}, fault:NAME or package.module:Name"
-        )
+        raise SubjectError(f"subject {name!r}: use one of {', '.join(OURS)}, fault:NAME or package.module:Name")
     try:
         made = getattr(import_module(module), attribute)()
     except (ImportError, AttributeError) as error:

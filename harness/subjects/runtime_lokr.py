@@ -165,20 +165,18 @@ def _run_linear(order: Sequence[Step], block: Tensor, y: Tensor, scale: float) -
     for index, step in enumerate(order):
         last, n = index == len(order) - 1, block.shape[0]
         if step.axis == 2:
-            rows = block.view(-1, block.shape[2])
+            # No name for the flattened block: it would keep the block alive through the next step.
             if last:
-                y.view(-1, y.shape[2]).addmm_(rows, step.matrix.T, alpha=scale)
+                y.view(-1, y.shape[2]).addmm_(block.view(-1, block.shape[2]), step.matrix.T, alpha=scale)
             else:
-                block = torch.mm(rows, step.matrix.T).view(n, -1, step.matrix.shape[0])
+                block = torch.mm(block.view(-1, block.shape[2]), step.matrix.T).view(n, -1, step.matrix.shape[0])
         elif last:
             y.baddbmm_(step.matrix.expand(n, -1, -1), block, alpha=scale)
         else:
             block = torch.bmm(step.matrix.expand(n, -1, -1), block)
 
 
-def _run_convolution(
-    module: nn.Module, order: Sequence[Step], block: Tensor, y: Tensor, scale: float, vp: int
-) -> None:
+def _run_convolution(module: nn.Module, order: Sequence[Step], block: Tensor, y: Tensor, scale: float, vp: int) -> None:
     """y (n, up·vp, *out) += scale · the steps applied to block (n, uq, vq, *spatial)."""
     n = block.shape[0]
     for index, step in enumerate(order):
