@@ -17,6 +17,7 @@ from fulldiff.harness import conform as conforming
 from fulldiff.harness.devices import devices as find_devices
 from fulldiff.harness.manager import Worker, WorkerError
 from fulldiff.harness.results import Result, ResultsError
+from fulldiff.harness.search import FINE
 
 CONFORMANCE, USAGE, ABSENT, HARNESS = 1, 2, 5, 70
 
@@ -58,7 +59,7 @@ def replay(case: Path, subject: Subject = "runtime-lokr", python: Python = sys.e
     with Worker(python) as worker:
         judgement = worker.judge(loaded, subject)
     console.print(conforming.describe(Result(case_id(loaded), subject, "cpu", loaded, judgement)), markup=False)
-    raise typer.Exit(0 if judgement.outcome in conforming.FINE else CONFORMANCE)
+    raise typer.Exit(0 if judgement.outcome in FINE else CONFORMANCE)
 
 
 @app.command(name="list")

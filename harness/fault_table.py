@@ -65,4 +65,4 @@ def markdown(rows: list[Flagged], docs: dict[str, str]) -> str:
         f"(error budget 0): {found} of {len(rows)} flagged, {total:.0f} s in all, shrinking included.\n"
         "Written by `fulldiff faults`.\n\n"
     )
-    return head + frame.to_markdown(index=False) + "\n"
+    return str(head + frame.to_markdown(index=False) + "\n")

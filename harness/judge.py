@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fulldiff.cases.model import Case, RuntimeCase
 from fulldiff.harness.backends import cpu
-from fulldiff.harness.protocol import BARE, Claim, Judgement
+from fulldiff.harness.protocol import BARE, Claim, Judgement, Outcome
 from fulldiff.harness.realise import Material, factors64, module_for, realise
 from fulldiff.harness.subjects.base import Adapter, Refused, Subject, Unsupported
 from fulldiff.reference.bounds import LARGEST, budget
@@ -52,7 +52,7 @@ def conclude(claims: Sequence[Claim], digest: str) -> Judgement:
     """Not finite before wrong before passed; the claim shown is a broken one, else the tightest."""
     broken = [claim for claim in claims if not claim.holds]
     shown = broken[0] if broken else max(claims, key=lambda claim: claim.used)
-    outcome = "passed" if not broken else "not finite" if shown.got in ("nan", "inf", "-inf") else "wrong"
+    outcome: Outcome = "passed" if not broken else "not finite" if shown.got in ("nan", "inf", "-inf") else "wrong"
     return Judgement(outcome, digest, claim=shown, used=max(c.used for c in claims))
 
 

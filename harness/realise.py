@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ DTYPES = {
     "f16": torch.float16,
     "i64": torch.int64,
 }
-CONVOLUTIONS = {"conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d}
+CONVOLUTIONS: dict[str, Any] = {"conv1d": nn.Conv1d, "conv2d": nn.Conv2d, "conv3d": nn.Conv3d}
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def lay_out(x: Tensor, layout: Layout) -> Tensor:
 
 def module_for(layer: Layer, weight: Tensor, bias: Tensor | None) -> nn.Module:
     """The torch.nn layer with copies of this weight and bias, without gradients."""
-    module: nn.Module
+    module: Any
     if layer.kind == "linear":
         module = nn.Linear(layer.inp, layer.out, bias is not None, device="meta")
     else:
@@ -122,7 +123,7 @@ def module_for(layer: Layer, weight: Tensor, bias: Tensor | None) -> nn.Module:
         )  # fmt: skip
     module.weight = nn.Parameter(weight.clone(), requires_grad=False)
     module.bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
-    return module.eval()
+    return module.eval()  # type: ignore[no-any-return]
 
 
 def factors64(body: RuntimeCase, material: Material) -> list[Factors]:

@@ -113,7 +113,7 @@ def _private_stdout() -> BinaryIO:
     """A copy of stdout for the protocol; descriptor 1 itself becomes stderr."""
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    return channel  # type: ignore[return-value]
+    return channel
 
 
 def _send(channel: BinaryIO, message: Message) -> None:

@@ -310,7 +310,7 @@ class StrideBeforeKernel(_Apart):
     def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
         if layer.kind == "linear" or max(layer.stride) == 1:
             return apply(layer, delta, None, x)
-        coarse = x[(..., *(slice(None, None, s) for s in layer.stride))]
+        coarse = x[(slice(None), slice(None), *(slice(None, None, s) for s in layer.stride))]
         sizes = zip(coarse.shape[2:], layer.padding, layer.dilation, layer.kernel, strict=True)
         if any(n + 2 * p < d * (k - 1) + 1 for n, p, d, k in sizes) or layer.padding_mode != "zeros":
             return torch.zeros_like(y)

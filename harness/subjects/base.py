@@ -66,12 +66,12 @@ class Subject(ABC):
 def replace_forward(module: nn.Module, forward: Forward) -> Detach:
     """Make ``module(x)`` call ``forward``; the returned undo puts back what was there."""
     before = module.__dict__.get("forward")
-    module.forward = forward  # type: ignore[method-assign, assignment]
+    module.forward = forward
 
     def detach() -> None:
         if before is None:
             del module.forward
         else:
-            module.forward = before  # type: ignore[method-assign, assignment]
+            module.forward = before
 
     return detach

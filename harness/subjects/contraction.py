@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fulldiff.harness.subjects import factors
+from fulldiff.harness.subjects.base import Refused
 
 # One stored intermediate element costs about as much as this many floating-point operations
 # (a core does some 64 in the time that it writes and reads back 4 bytes from cache).
@@ -134,7 +135,7 @@ def _kernel(matrix: Tensor, shape: Sequence[int], pointwise: bool) -> Step:
     """The step that holds the layer's kernel, (rows, vq, *kernel); a plain matrix where that is 1×1."""
     full = (matrix.shape[0], shape[1], *shape[2:])
     if matrix.numel() != torch.Size(full).numel():
-        raise factors.Refused(f"a factor of shape {tuple(matrix.shape)} cannot act as {full}")
+        raise Refused(f"a factor of shape {tuple(matrix.shape)} cannot act as {full}")
     return Step(2, matrix.reshape(full[:2])) if pointwise else Step(2, matrix.reshape(full), kernel=True)
 
 

@@ -18,7 +18,9 @@ class FullDiff(Subject):
         for adapter in adapters:
             factors.check(adapter)
             factors.scale(adapter)
-        return replace_forward(module, lambda x: run(module, merged(module.weight, adapters), x))
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return replace_forward(module, lambda x: run(module, merged(weight, adapters), x))
 
 
 def run(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:

@@ -1,0 +1,127 @@
+"""Workers that die, result files that are torn, searches that shrink."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fulldiff.cases.catalogue import CATALOGUE
+from fulldiff.cases.model import decode, encode
+from fulldiff.cases.strategies import runtime_cases
+from fulldiff.harness.manager import CAN_FORK, Worker
+from fulldiff.harness.results import Result, Store, read
+from fulldiff.harness.search import Engine, Search, save
+
+CASE = CATALOGUE["d1-low-rank"]
+
+
+@pytest.fixture(autouse=True)
+def bad_subjects_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+@pytest.mark.parametrize(
+    ("subject", "outcome", "says"),
+    [
+        ("Aborts", "crashed", "SIGABRT"),
+        ("Segfaults", "crashed", "SIGSEGV"),
+        ("IsKilled", "crashed", "SIGKILL"),
+        ("Hangs", "timed out", "no answer within"),
+        ("Raises", "raised", "ZeroDivisionError: on purpose"),
+        ("GivesNan", "not finite", ""),
+        ("Prints", "unsupported", "prints only"),
+        ("RunsOutOfMemory", "out of memory", "memory"),
+    ],
+)
+@pytest.mark.parametrize("fork", [False, pytest.param(True, marks=pytest.mark.skipif(not CAN_FORK, reason="no fork"))])
+def test_each_misbehaviour_is_its_own_outcome_and_the_run_goes_on(
+    subject: str, outcome: str, says: str, fork: bool
+) -> None:
+    with Worker(limit=2.0 if subject == "Hangs" else 60.0) as worker:
+        worker.fork = fork
+        judgement = worker.judge(CASE, f"bad_subjects:{subject}")
+        assert judgement.outcome == outcome
+        assert says in judgement.message
+        assert worker.judge(CASE, "full-diff").outcome == "passed"
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="elsewhere each crash costs a cold start")
+def test_a_crash_is_shrunk_saved_and_replayed(tmp_path: Path) -> None:
+    store = Store(tmp_path / "run.jsonl")
+    with Worker() as worker:
+        search = Search(Engine(store, worker, "bad_subjects:AbortsOnLowRank"), 200, 60.0, 10.0, first_only=True)
+        found = search.run(runtime_cases(), 1)
+        ((_, path),) = save(found, tmp_path).items()
+        smallest = decode(path.read_bytes())
+        assert worker.judge(smallest, "bad_subjects:AbortsOnLowRank").outcome == "crashed"
+    assert len(smallest.body.adapters) == 1
+    assert smallest.body.layer.out <= 4
+
+
+def test_an_absent_subject_is_said_to_be_absent() -> None:
+    with Worker() as worker:
+        judgement = worker.judge(CASE, "no_such_module:Subject")
+    assert judgement.outcome == "absent"
+    assert "no_such_module" in judgement.message
+
+
+def test_a_torn_line_is_cut_and_its_case_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Worker() as worker:
+        store = Store(path)
+        Engine(store, worker, "full-diff").observe(CASE)
+        store.close()
+        whole = path.read_bytes()
+        path.write_bytes(whole + whole[:40])
+        again = Store(path)
+        assert path.read_bytes() == whole
+        Engine(again, worker, "full-diff").observe(CASE)
+        assert path.read_bytes() == whole
+
+
+RUN = """
+import sys
+from pathlib import Path
+from fulldiff.cases.strategies import runtime_cases
+from fulldiff.harness.manager import Worker
+from fulldiff.harness.results import Store
+from fulldiff.harness.search import Engine, Search
+with Worker() as worker:
+    Search(Engine(Store(Path(sys.argv[1])), worker, "full-diff"), 150, 300.0).run(runtime_cases(), 3)
+"""
+
+
+def test_killing_the_manager_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
+    subprocess.run([sys.executable, "-c", RUN, str(whole)], check=True)
+    chance = random.Random(4)
+    for _ in range(6):
+        process = subprocess.Popen([sys.executable, "-c", RUN, str(killed)])
+        time.sleep(1.5 + chance.random())
+        process.send_signal(signal.SIGKILL if os.name == "posix" else signal.SIGTERM)
+        process.wait()
+    subprocess.run([sys.executable, "-c", RUN, str(killed)], check=True)
+    assert _ids(killed) == _ids(whole)
+    assert len(_ids(killed)) == len(set(_ids(killed))) > 100
+
+
+def _ids(path: Path) -> list[str]:
+    return sorted(line.id for line in read(path) if isinstance(line, Result))
+
+
+def test_the_manager_never_imports_torch() -> None:
+    modules = ", ".join(f"fulldiff.harness.{name}" for name in ("cli", "bench", "bench_report", "conform", "search"))
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_case_survives_its_json_form() -> None:
+    assert decode(encode(CASE)) == CASE
