@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,8 +20,9 @@ from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Judgement, Request
 from fulldiff.harness.results import Cell, Environment, Result, Store
 from fulldiff.harness.search import FINE, Engine
+from fulldiff.harness.subjects.names import NO_ADAPTER
 
-WAYS = ("no adapter", "full-diff", "runtime-lokr")
+WAYS = (NO_ADAPTER, "full-diff", "runtime-lokr")
 TOKENS = (77, 1024, 4096)
 DTYPES: tuple[DType, ...] = ("f32", "bf16")
 FORMS = {"factor 8, full w2": 0, "factor 8, rank 16": 16}
@@ -78,8 +80,9 @@ def cell_cases(full: bool) -> list[tuple[dict[str, object], Case]]:
 def measure(
     plan: list[tuple[dict[str, object], Case]], seconds: float, threads: int, out: Path, console: Console
 ) -> tuple[list[Cell], Environment]:
-    """Measure each cell not yet in cpu.jsonl (same machine and versions); all planned cells."""
-    path = out / "cpu.jsonl"
+    """Measure each cell not yet in runs/cpu.jsonl (same machine and versions); all planned cells."""
+    # Resumed from runs/, which no clone carries: a committed report is never taken for a measurement.
+    path = out / "runs" / "cpu.jsonl"
     with (
         Worker(threads=threads) as worker,
         Progress(console=console, disable=not console.is_terminal) as progress,
@@ -98,6 +101,7 @@ def measure(
                 store.add(cell)
         cells = store.cells()
         store.close()
+    shutil.copyfile(path, out / "cpu.jsonl")
     return [cells[case_id(case)] for _, case in plan], environment
 
 

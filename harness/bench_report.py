@@ -13,8 +13,8 @@ from scipy import stats
 
 from fulldiff.harness.files.adapter import AdapterFile
 from fulldiff.harness.results import Cell, Environment, Result
+from fulldiff.harness.subjects.names import NO_ADAPTER
 
-BARE = "no adapter"
 LEVEL = 0.95
 
 
@@ -43,10 +43,10 @@ def frame(cells: list[Cell]) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for cell in cells:
         for way in cell.seconds:
-            if way == BARE:
+            if way == NO_ADAPTER:
                 continue
-            middle, low, high = ratio(cell.seconds[way], cell.seconds[BARE])
-            extra = cell.peak_bytes[way] - cell.peak_bytes[BARE]
+            middle, low, high = ratio(cell.seconds[way], cell.seconds[NO_ADAPTER])
+            extra = cell.peak_bytes[way] - cell.peak_bytes[NO_ADAPTER]
             check = cell.check[way].outcome if way in cell.check else "see layers"
             rows.append(
                 cell.labels | {"way": way, "ratio": middle, "low": low, "high": high, "extra": extra, "check": check}

@@ -15,9 +15,9 @@ from fulldiff.harness.backends import cpu
 from fulldiff.harness.judge import compare, conclude, loaded
 from fulldiff.harness.protocol import Request
 from fulldiff.harness.realise import Material, module_for, realise
+from fulldiff.harness.subjects.names import NO_ADAPTER
 from fulldiff.harness.subjects.registry import subject
 
-BARE = "no adapter"
 CHECKED_CHANNELS = 16
 MIN_BLOCKS, MAX_BLOCKS = 4, 40
 MIN_SAMPLE = 0.002
@@ -53,7 +53,9 @@ def interleave(calls: dict[str, Call], budget: float) -> dict[str, list[float]]:
     repeats = {way: max(1, round(MIN_SAMPLE / max(1e-7, t))) for way, t in once.items()}
     samples: dict[str, list[float]] = {way: [] for way in calls}
     end = time.perf_counter() + budget
-    while len(samples[BARE]) < MIN_BLOCKS or (time.perf_counter() < end and len(samples[BARE]) < MAX_BLOCKS):
+    while len(samples[NO_ADAPTER]) < MIN_BLOCKS or (
+        time.perf_counter() < end and len(samples[NO_ADAPTER]) < MAX_BLOCKS
+    ):
         block = dict.fromkeys(calls, 0.0)
         for way in (*calls, *reversed(calls)):
             block[way] += cpu.seconds(lambda way=way: [calls[way]() for _ in range(repeats[way])])  # type: ignore[misc]
@@ -64,7 +66,7 @@ def interleave(calls: dict[str, Call], budget: float) -> dict[str, list[float]]:
 
 def _attached(body: RuntimeCase, material: Material, way: str) -> nn.Module:
     module = module_for(body.layer, material.weight, material.bias)
-    if way != BARE:
+    if way != NO_ADAPTER:
         subject(way).attach(module, loaded(body, material))
     return module
 
@@ -83,7 +85,7 @@ def _checks(body: RuntimeCase, material: Material, modules: dict[str, nn.Module]
     channels = small.layer.out
     checks = {}
     for way, module in modules.items():
-        if way == BARE:
+        if way == NO_ADAPTER:
             continue
         y = module(material.x)
         got = y[:, :channels] if body.layer.kernel else y[..., :channels]

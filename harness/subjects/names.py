@@ -5,3 +5,5 @@ OURS = {
     "runtime-lokr": "fulldiff.harness.subjects.runtime_lokr:RuntimeLokr",
 }
 FAULT = "fault:"
+# The bare layer as a way of a bench: the yardstick, no subject.
+NO_ADAPTER = "no adapter"
