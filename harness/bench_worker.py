@@ -53,9 +53,9 @@ def interleave(calls: dict[str, Call], budget: float) -> dict[str, list[float]]:
     repeats = {way: max(1, round(MIN_SAMPLE / max(1e-7, t))) for way, t in once.items()}
     samples: dict[str, list[float]] = {way: [] for way in calls}
     end = time.perf_counter() + budget
-    while len(samples[NO_ADAPTER]) < MIN_BLOCKS or (
-        time.perf_counter() < end and len(samples[NO_ADAPTER]) < MAX_BLOCKS
-    ):
+    blocks = 0
+    while blocks < MIN_BLOCKS or (blocks < MAX_BLOCKS and time.perf_counter() < end):
+        blocks += 1
         block = dict.fromkeys(calls, 0.0)
         for way in (*calls, *reversed(calls)):
             block[way] += cpu.seconds(lambda way=way: [calls[way]() for _ in range(repeats[way])])  # type: ignore[misc]
