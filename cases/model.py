@@ -77,17 +77,19 @@ class Alpha(Value, frozen=True):
 
 
 class FileRef(Value, frozen=True):
-    """Where an adapter's real tensors are: ``path`` and the prefix of their names (without dot)."""
+    """Where an adapter's real tensors are: ``path``, and for each factor (and alpha) its tensor's name."""
 
     path: str
-    prefix: str
+    tensors: Mapping[str, str]
 
 
 class Adapter(Value, frozen=True):
     """One adapter on one layer: its kind, the names and shapes of its factors, and its strength.
 
     Factor names are the suffixes of LyCORIS and kohya files (``lokr_w1_a``, ``lora_down.weight``).
-    The form (low rank, Tucker, …) follows from the names and shapes: see `form`.
+    The form (low rank, Tucker, …) follows from the names and shapes: see `form`. ``rows`` [start, end)
+    are the output rows that the delta fills where it adapts a part of a fused layer (q of qkv); the
+    other rows of the delta are zero.
     """
 
     kind: str
@@ -97,6 +99,7 @@ class Adapter(Value, frozen=True):
     dtype: DType = "f32"
     spelling: str = "lycoris"
     source: FileRef | None = None
+    rows: tuple[int, int] | None = None
 
     @property
     def form(self) -> str:

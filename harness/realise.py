@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from fulldiff.cases import tensors as generator
-from fulldiff.cases.model import Adapter, Case, CaseError, Layer, Layout, RuntimeCase, Shape, Values
+from fulldiff.cases.model import Adapter, Case, CaseError, FileRef, Layer, Layout, RuntimeCase, Shape, Values
 from fulldiff.reference.truth import Factors
 
 DTYPES = {
@@ -69,7 +69,7 @@ def _cast(values: generator.F64, dtype: torch.dtype) -> Tensor:
 def _adapter(case: Case, body: RuntimeCase, index: int) -> dict[str, Tensor]:
     adapter = body.adapters[index]
     if adapter.source is not None:
-        return read(adapter.source.path, adapter.source.prefix, adapter.factors)
+        return _alpha(adapter) | read(adapter.source)
     made = {
         name: _cast(generator.factor(body.values, case.seed, f"{index}.{name}", shape), DTYPES[adapter.dtype])
         for name, shape in adapter.factors.items()
@@ -86,15 +86,13 @@ def _alpha(adapter: Adapter) -> dict[str, Tensor]:
     }
 
 
-def read(path: str, prefix: str, names: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """The tensors ``prefix.name`` of a safetensors file, and its alpha where there is one."""
-    with safe_open(path, framework="pt") as file:
+def read(source: FileRef) -> dict[str, Tensor]:
+    """The tensors that ``source`` names, by factor, in the file's dtypes."""
+    with safe_open(source.path, framework="pt") as file:
         keys = set(file.keys())
-        absent = [f"{prefix}.{name}" for name in names if f"{prefix}.{name}" not in keys]
-        if absent:
-            raise CaseError(f"{path}: no tensor {', '.join(absent)}")
-        wanted = [*names, *(["alpha"] if f"{prefix}.alpha" in keys else [])]
-        return {name: file.get_tensor(f"{prefix}.{name}") for name in wanted}
+        if absent := sorted(set(source.tensors.values()) - keys):
+            raise CaseError(f"{source.path}: no tensor {', '.join(absent)}; was the file changed since?")
+        return {factor: file.get_tensor(name) for factor, name in source.tensors.items()}
 
 
 def lay_out(x: Tensor, layout: Layout) -> Tensor:

@@ -81,7 +81,13 @@ def _adapter(path: Path, prefix: str, found: dict[str, tuple[str, Shape]]) -> Ad
             f"{path}: {prefix} is stored as {found[next(iter(factors))][0]}; convert it to F16, BF16 or F32"
         )
     kind = "lokr" if any(name.startswith("lokr") for name in factors) else "lora"
-    return Adapter(kind, factors, Alpha(), dtype=dtype, source=FileRef(str(path.resolve()), prefix))
+    return Adapter(
+        kind,
+        factors,
+        Alpha(),
+        dtype=dtype,
+        source=FileRef(str(path.resolve()), {name: f"{prefix}.{name}" for name in found}),
+    )
 
 
 def _tensors(path: Path, entries: dict[str, object]) -> Iterator[tuple[str, tuple[str, Shape]]]:
