@@ -117,13 +117,18 @@ class Input(Value, frozen=True):
 
 
 class RuntimeCase(Value, frozen=True, tag="runtime", tag_field="suite"):
-    """y = (W + ΔW) x for one layer, one or more adapters and one input, all in ``dtype``."""
+    """y = (W + ΔW) x for one layer, one or more adapters and one input, all in ``dtype``.
+
+    ``checked`` spares a float64 oracle the size of a large layer: not 0, only the first so many output
+    channels of every row of w1 are compared (of a LoRA: the first so many); the subject computes all.
+    """
 
     layer: Layer
     adapters: tuple[Adapter, ...]
     input: Input
     dtype: DType = "f32"
     values: Values = "normal"
+    checked: int = 0
 
 
 class Model(Value, frozen=True):

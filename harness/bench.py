@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import Progress
 
@@ -27,7 +28,7 @@ TOKENS = (77, 1024, 4096)
 DTYPES: tuple[DType, ...] = ("f32", "bf16")
 FORMS = {"factor 8, full w2": 0, "factor 8, rank 16": 16}
 FACTOR, SHAPES, LIMIT = 8, 8, 600.0
-CHECK_TOKENS = 4
+CHECK_TOKENS, CHECK_CHANNELS = 4, 16
 
 
 def bench(adapter: Path | None, full: bool, seconds: float, threads: int, out: Path, console: Console) -> bool:
@@ -109,7 +110,8 @@ def check_layers(out: Path, console: Console) -> list[Result]:
     """runtime-lokr on every distinct SDXL layer shape, full w2 and rank 16 in turn, few tokens."""
     rows: dict[Layer, TableRow] = {row.layer: row for row in load_table("sdxl") if row.in_locon}
     cases = {
-        row.name: _runtime(layer, CHECK_TOKENS, "f32", (0, 16)[at % 2]) for at, (layer, row) in enumerate(rows.items())
+        row.name: replace(_runtime(layer, CHECK_TOKENS, "f32", (0, 16)[at % 2]), checked=CHECK_CHANNELS)
+        for at, (layer, row) in enumerate(rows.items())
     }
     return _check({name: Case(body, 1) for name, body in cases.items()}, "SDXL layers", out, console)
 

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from fulldiff.cases.model import BenchCase, Case, RuntimeCase
 from fulldiff.harness.backends import cpu
 from fulldiff.harness.judge import compare, conclude, loaded
+from fulldiff.harness.part import part_of
 from fulldiff.harness.protocol import Request
 from fulldiff.harness.realise import Material, module_for, realise
 from fulldiff.harness.subjects.names import NO_ADAPTER
 from fulldiff.harness.subjects.registry import subject
 
-CHECKED_CHANNELS = 16
+CHECKED_CHANNELS = 4
 MIN_BLOCKS, MAX_BLOCKS = 4, 40
 MIN_SAMPLE = 0.002
 
@@ -75,29 +75,11 @@ def _call(module: nn.Module, x: Tensor) -> Call:
     return lambda: module(x)
 
 
-def _checks(body: RuntimeCase, material: Material, modules: dict[str, nn.Module]) -> dict[str, Any]:
-    """The outputs of the timed calls against the oracle, on one block of output channels.
-
-    Output channels j of w1's row 0 depend on that row and on w2's row j alone, so the first few are a
-    smaller LoKr of their own: a full-size oracle would take longer than the bench.
-    """
-    small, part = _first_channels(body, material)
-    channels = small.layer.out
-    checks = {}
-    for way, module in modules.items():
-        if way == NO_ADAPTER:
-            continue
-        y = module(material.x)
-        got = y[:, :channels] if body.layer.kernel else y[..., :channels]
-        checks[way] = conclude(compare("output", small, part, subject(way), got), "")
-    return checks
-
-
-def _first_channels(body: RuntimeCase, material: Material) -> tuple[RuntimeCase, Material]:
-    (tensors,) = material.adapters
-    rows = "lokr_w2" if "lokr_w2" in tensors else "lokr_w2_a"
-    channels = min(CHECKED_CHANNELS, tensors[rows].shape[0])
-    cut = dict(tensors) | {"lokr_w1": tensors["lokr_w1"][:1], rows: tensors[rows][:channels]}
-    bias = None if material.bias is None else material.bias[:channels]
-    part = Material(material.weight[:channels], bias, (cut,), material.x)
-    return replace(body, layer=replace(body.layer, out=channels)), part
+def _checks(runtime: RuntimeCase, material: Material, modules: dict[str, nn.Module]) -> dict[str, Any]:
+    """The outputs of the timed calls against the oracle, on a part of the output channels."""
+    part = part_of(runtime, material, CHECKED_CHANNELS)
+    return {
+        way: conclude(compare("output", part.body, part.material, subject(way), part.of(module(material.x))), "")
+        for way, module in modules.items()
+        if way != NO_ADAPTER
+    }

@@ -12,13 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fulldiff.cases.model import Case, RuntimeCase
+from fulldiff.cases.model import Case, Layer, RuntimeCase
 from fulldiff.harness.backends import cpu
+from fulldiff.harness.part import part_of
 from fulldiff.harness.protocol import BARE, Claim, Judgement, Outcome
 from fulldiff.harness.realise import Material, factors64, module_for, realise
 from fulldiff.harness.subjects.base import Adapter, Refused, Subject, Unsupported
 from fulldiff.reference.bounds import LARGEST, budget
-from fulldiff.reference.truth import POLICIES, Truth
+from fulldiff.reference.truth import POLICIES, Factors, Truth
 
 Report = Callable[[str], None]
 
@@ -42,7 +43,8 @@ def judge(case: Case, subject: Subject, stage: Report) -> Judgement:
         except Unsupported as reason:
             return Judgement("unsupported", material.digest(), message=str(reason))
         stage("oracle")
-        claims += [*compare(name, case.body, part, subject, got), intact]
+        small = part_of(case.body, part, case.body.checked)
+        claims += [*compare(name, small.body, small.material, subject, small.of(got)), intact]
     stage("memory")
     claims += memory(case.body, material, subject)
     return conclude(claims, material.digest())
@@ -80,21 +82,27 @@ def loaded(body: RuntimeCase, material: Material) -> list[Adapter]:
 
 def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, got: Tensor) -> list[Claim]:
     """The claims about one output: its shape and dtype, every element, the errors as a whole."""
-    truth = Truth(POLICIES[subject.scale_policy])
-    weight, x = material.weight.double(), material.x.double()
-    bias = None if material.bias is None else material.bias.double()
-    adapters = factors64(body, material)
-    want = truth.forward(body.layer, weight, bias, adapters, x)
+    want = truth_of(body, material, subject)
     if got.shape != want.shape or got.dtype != material.weight.dtype:
         expected = f"{tuple(want.shape)} {material.weight.dtype}"
         return [Claim(f"{name}: shape and dtype", False, 1.0, "", f"{tuple(got.shape)} {got.dtype}", expected)]
     if body.values == "exact":
         return [_elements(f"{name}: exact", got.double(), want, torch.zeros_like(want))]
-    allowed = budget(truth, body.layer, weight, bias, adapters, x, body.dtype)
+    allowed = budget(Truth(POLICIES[subject.scale_policy]), *_arguments(body, material), body.dtype)
     # Where sums of magnitudes leave the dtype's range, a correct subject may overflow too.
     want = torch.where(allowed.magnitude <= LARGEST[body.dtype], want, torch.nan)
     each = _elements(f"{name}: each element", got.double(), want, allowed.hard)
     return [each, _rms(f"{name}: RMS", got.double(), want, allowed.rms)] if each.holds else [each]
+
+
+def truth_of(body: RuntimeCase, material: Material, subject: Subject) -> Tensor:
+    """The float64 output under the subject's scale policy."""
+    return Truth(POLICIES[subject.scale_policy]).forward(*_arguments(body, material))
+
+
+def _arguments(body: RuntimeCase, material: Material) -> tuple[Layer, Tensor, Tensor | None, list[Factors], Tensor]:
+    bias = None if material.bias is None else material.bias.double()
+    return body.layer, material.weight.double(), bias, factors64(body, material), material.x.double()
 
 
 def _elements(name: str, got: Tensor, want: Tensor, allowed: Tensor) -> Claim:
