@@ -163,6 +163,9 @@ ACCEPTED: dict[str, bytes] = {
     "empty between others": pack(
         f'{{"a":{entry()},"b":{entry(shape="[0]", offsets="[4,4]")},"c":{entry(offsets="[4,8]")}}}', bytes(8)
     ),
+    "empty listed after the one that begins with it": pack(
+        f'{{"a":{entry()},"b":{entry(shape="[0]", offsets="[0,0]")}}}', bytes(4)
+    ),
     "metadata only": pack('{"__metadata__":{"format":"pt"}}'),
     "metadata null": meta("null"),
     "metadata holding bad JSON": meta('{"config":"{\\"rank\\": [4,"}'),
