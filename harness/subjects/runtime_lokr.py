@@ -65,6 +65,15 @@ def branches_of(module: nn.Module, adapters: Sequence[Adapter]) -> list[Branch]:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """The steps to run, in the layer's dtype; the scale; the elements alive at the worst moment, per item."""
+
+    steps: tuple[Step, ...]
+    scale: float
+    peak: int
+
+
+@dataclass(frozen=True)
 class Branch:
     """One adapter on one layer, ready to run: the candidate orders in f32, and the scale."""
 
@@ -73,7 +82,7 @@ class Branch:
     scale: float
     w1: tuple[int, int]
     w2: tuple[int, int]
-    ready: dict[tuple[int, int], tuple[tuple[Step, ...], float]]
+    ready: dict[tuple[int, int], Plan]
 
     @staticmethod
     def make(module: nn.Module, adapter: Adapter) -> Branch:
@@ -85,17 +94,17 @@ class Branch:
         w1, w2 = factors.w1_sizes(t), factors.w2_sizes(t, shape)
         return Branch(module, found, factors.scale(adapter), w1, w2, {})
 
-    def order(self, positions_in: int, positions_out: int) -> tuple[tuple[Step, ...], float]:
-        """The best order for these numbers of positions, its matrices in the layer's dtype."""
+    def plan(self, positions_in: int = 1, positions_out: int = 1) -> Plan:
+        """The best order for these numbers of positions of one item (a token has one)."""
         key = (positions_in, positions_out)
         if key not in self.ready:
             shape = contraction.Shape(self.w1[1], self.w2[1], positions_in, positions_out)
             order, scale = contraction.best(self.orders, shape), self.scale
-            dtype = self.module.weight.dtype
+            peak, dtype = contraction.cost(order, shape).peak, self.module.weight.dtype
             if dtype == torch.float16:
                 order, scale = contraction.balance(order, scale)
             steps = (Step(s.axis, s.matrix.to(dtype).contiguous(), s.kernel) for s in order)
-            self.ready[key] = (tuple(steps), scale)
+            self.ready[key] = Plan(tuple(steps), scale, peak)
         return self.ready[key]
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
@@ -113,27 +122,23 @@ class Branch:
 
     def workspace(self, x: Tensor) -> int:
         """Elements alive at the worst moment of a Linear's branch, output and input apart."""
-        order, _ = self.order(1, 1)
-        peak = contraction.cost(order, contraction.Shape(self.w1[1], self.w2[1])).peak
+        peak = self.plan().peak
         tokens = x.numel() // max(1, x.shape[-1])
         return peak * max(_even_parts(tokens, peak * x.element_size()), default=0)
 
     def _add_tokens(self, y: Tensor, x: Tensor) -> None:
-        order, scale = self.order(1, 1)
-        peak = contraction.cost(order, contraction.Shape(self.w1[1], self.w2[1])).peak
-        parts = _even_parts(x.shape[0], peak * x.element_size())
+        plan = self.plan()
+        parts = _even_parts(x.shape[0], plan.peak * x.element_size())
         for x_part, y_part in zip(x.split(parts), y.split(parts), strict=True):
             block = x_part.view(-1, self.w1[1], self.w2[1])
-            _run_linear(order, block, y_part.view(-1, self.w1[0], self.w2[0]), scale)
+            _run_linear(plan.steps, block, y_part.view(-1, self.w1[0], self.w2[0]), plan.scale)
 
     def _add_convolution(self, y: Tensor, x: Tensor) -> None:
         target = y if y.is_contiguous() else torch.zeros(y.shape, dtype=y.dtype, device=y.device)
-        sizes = (math.prod(x.shape[2:]), math.prod(y.shape[2:]))
-        order, scale = self.order(*sizes)
-        peak = contraction.cost(order, contraction.Shape(self.w1[1], self.w2[1], *sizes)).peak
-        parts = _even_parts(x.shape[0], peak * x.element_size())
+        plan = self.plan(math.prod(x.shape[2:]), math.prod(y.shape[2:]))
+        parts = _even_parts(x.shape[0], plan.peak * x.element_size())
         for x_part, y_part in zip(x.split(parts), target.split(parts), strict=True):
-            self._add_images(order, scale, y_part, x_part)
+            self._add_images(plan.steps, plan.scale, y_part, x_part)
         if target is not y:
             y.add_(target)
 
@@ -199,13 +204,11 @@ def _run_convolution(module: nn.Module, order: Sequence[Step], block: Tensor, y:
 
 
 def _accumulate(y: Tensor, shape: tuple[int, ...], matrix: Tensor, images: Tensor, scale: float) -> None:
-    """y += scale · matrix · images, in place where a group's slice of the output can be viewed so."""
-    try:
-        view = y.view(shape)
-    except RuntimeError:
-        y.add_(torch.bmm(matrix, images).view(y.shape), alpha=scale)
+    """y += scale · matrix · images: in place, but for a group's slice of several images, which has gaps."""
+    if y.is_contiguous():
+        y.view(shape).baddbmm_(matrix, images, alpha=scale)
     else:
-        view.baddbmm_(matrix, images, alpha=scale)
+        y.add_(torch.bmm(matrix, images).view(y.shape), alpha=scale)
 
 
 def _convolve(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
