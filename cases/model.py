@@ -17,6 +17,8 @@ import msgspec
 SCHEMA = 1
 
 DType = Literal["f64", "f32", "bf16", "f16"]
+# A file's factors may also be in fp8, which is widened on reading (to f32, exactly), never computed in.
+FactorDType = Literal["f64", "f32", "bf16", "f16", "f8_e4m3", "f8_e5m2"]
 Kind = Literal["linear", "conv1d", "conv2d", "conv3d"]
 Values = Literal["normal", "exact", "special"]
 Layout = Literal["contiguous", "transposed", "strided", "channels_last"]
@@ -96,7 +98,7 @@ class Adapter(Value, frozen=True):
     factors: Mapping[str, Shape]
     alpha: Alpha = Alpha()
     strength: float = 1.0
-    dtype: DType = "f32"
+    dtype: FactorDType = "f32"
     spelling: str = "lycoris"
     source: FileRef | None = None
     rows: tuple[int, int] | None = None

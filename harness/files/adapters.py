@@ -1,0 +1,137 @@
+"""From one module of a file and its layer to adapters: kinds, shapes, dtype and alpha, or a refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from fulldiff.cases.model import Adapter, Alpha, FactorDType, FileRef, Shape
+from fulldiff.harness.files.base import Place
+from fulldiff.harness.files.container import Header
+from fulldiff.harness.files.fit import complaint
+from fulldiff.harness.files.metadata import Declared
+from fulldiff.harness.files.modules import Module
+from fulldiff.harness.files.names import KIND_FACTORS
+from fulldiff.harness.files.positions import CLASSES
+
+AlphaSource = Literal["tensor", "metadata", "assumed"]
+DTYPES: dict[str, FactorDType] = {
+    "F8_E4M3": "f8_e4m3",
+    "F8_E5M2": "f8_e5m2",
+    "BF16": "bf16",
+    "F16": "f16",
+    "F32": "f32",
+    "F64": "f64",
+}
+# From the narrowest; a mixture is as wide as its widest, and f16 with bf16 needs f32 to hold both.
+WIDTHS = {"f8_e4m3": 8, "f8_e5m2": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
+ALPHA_SHAPES = ((), (1,), (1, 1))
+RANKS = ("lora_down.weight", "lokr_w2_b", "lokr_w1_b", "hada_w1_b")
+
+
+class Refusal(ValueError):
+    """Why a module is not applied."""
+
+
+def adapters(module: Module, place: Place, header: Header, declared: Declared) -> Iterator[tuple[Adapter, AlphaSource]]:
+    """The adapters of one module on its layer, and where each has its alpha from.
+
+    A low-rank product and a bias's difference under one name are two adapters.
+
+    Raises:
+        Refusal: one of them does not fit; then none is to be used.
+    """
+    check_magnitude(module, declared)
+    kinds = module.kinds
+    products = [kind for kind in kinds if kind != "diff"]
+    if len(products) > 1:
+        raise Refusal(f"{' and '.join(products)} factors share one name: which of them alpha means is unknown")
+    for kind in kinds:
+        extra = ("alpha", "dora_scale") if kind in products or not products else ()
+        names = {f: n for f, n in module.tensors.items() if f in (*KIND_FACTORS[kind], *extra)}
+        yield adapter(kind, names, module, place, header, declared)
+
+
+def adapter(
+    kind: str, names: Mapping[str, str], module: Module, place: Place, header: Header, declared: Declared
+) -> tuple[Adapter, AlphaSource]:
+    """One adapter from its tensors' names by canonical factor."""
+    factors = {factor: header.tensors[name].shape for factor, name in names.items() if factor != "alpha"}
+    if reason := complaint(kind, factors, adapted_shape(place)):
+        raise Refusal(f"{reason} ({place.name})")
+    if "diff_b" in factors and not place.layer.bias:
+        raise Refusal(f"diff_b is the difference of a bias, and {place.name} has none")
+    alpha, source = alpha_of(kind, names, factors, module, header, declared)
+    made = Adapter(
+        kind,
+        factors,
+        alpha,
+        dtype=dtype_of([names[factor] for factor in factors], header),
+        spelling=module.family,
+        source=FileRef(str(header.path.resolve()), dict(names)),
+        rows=place.span,
+    )
+    return made, source
+
+
+def adapted_shape(place: Place) -> Shape:
+    """The weight that the factors' product must have: the layer's, or that of its span of rows."""
+    whole = place.layer.weight_shape
+    return whole if place.span is None else (place.span[1] - place.span[0], *whole[1:])
+
+
+def check_magnitude(module: Module, declared: Declared) -> None:
+    """DoRA is a product and a magnitude; neither alone is used, and ``scale`` never."""
+    if "scale" in module.tensors:
+        raise Refusal(f"{module.tensors['scale']}: readers disagree on scale; write alpha = scale × rank instead")
+    if not module.kinds:
+        raise Refusal("a DoRA magnitude without the product it scales")
+    promised = set(module.kinds) != {"diff"} and declared.dora_for(module.family, module.name)
+    if promised and "dora_scale" not in module.tensors:
+        raise Refusal("the metadata says DoRA, and its magnitude is absent: not run as a plain adapter")
+    ambiguous = module.family != "peft" and "dora_scale" in module.tensors
+    if ambiguous and set(module.kinds) == {"diff"}:
+        raise Refusal("a DoRA magnitude beside a whole difference")
+
+
+def alpha_of(
+    kind: str,
+    names: Mapping[str, str],
+    factors: Mapping[str, Shape],
+    module: Module,
+    header: Header,
+    declared: Declared,
+) -> tuple[Alpha, AlphaSource]:
+    """The alpha to use beside the file's tensors, absent where one of them is it."""
+    if name := names.get("alpha"):
+        info = header.tensors[name]
+        if info.shape not in ALPHA_SHAPES or info.dtype == "BOOL":
+            raise Refusal(f"{name} is {info.dtype} {info.shape}: an alpha is one number")
+        return Alpha(), "tensor"
+    rank = next((factors[factor][0] for factor in RANKS if factor in factors), None)
+    said = None if kind == "diff" else declared.alpha_for(module.family, module.name, rank)
+    return (Alpha(), "assumed") if said is None else (Alpha("0d", said, "f64"), "metadata")
+
+
+def dtype_of(names: list[str], header: Header) -> FactorDType:
+    """The widest dtype among the factors."""
+    found: set[FactorDType] = set()
+    for name in names:
+        dtype = header.tensors[name].dtype
+        if dtype not in DTYPES:
+            raise Refusal(f"{name} is stored as {dtype}: convert it to one of {', '.join(DTYPES)}")
+        found.add(DTYPES[dtype])
+    return "f32" if {"f16", "bf16"} <= found <= {"f16", "bf16"} else max(found, key=lambda dtype: WIDTHS[dtype])
+
+
+def check_positions(module: Module, header: Header) -> None:
+    """A positional name counts modules of the classes that the metadata lists: only known ones have an order."""
+    part = module.name.partition(":")[0]
+    text = header.metadata.get(part)
+    try:
+        classes = CLASSES[part] if text is None else frozenset(json.loads(text))
+    except (ValueError, TypeError):
+        classes = frozenset()
+    if classes != CLASSES[part]:
+        raise Refusal(f"its position counts modules of {text}; only the order of {sorted(CLASSES[part])} is known")
