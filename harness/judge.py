@@ -77,7 +77,7 @@ def observe(body: RuntimeCase, material: Material, subject: Subject) -> tuple[Te
 def loaded(body: RuntimeCase, material: Material) -> list[Adapter]:
     """The adapters as a subject gets them."""
     pairs = zip(body.adapters, material.adapters, strict=True)
-    return [Adapter(adapter.kind, tensors, adapter.strength) for adapter, tensors in pairs]
+    return [Adapter(adapter.kind, tensors, adapter.strength, adapter.rows) for adapter, tensors in pairs]
 
 
 def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, got: Tensor) -> list[Claim]:

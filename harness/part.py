@@ -37,7 +37,8 @@ class Part:
 def part_of(body: RuntimeCase, material: Material, count: int) -> Part:
     """The first ``count`` channels of each w1 row; the whole layer where it has no such part."""
     splits = {_rows(t, body.layer.out) for t in material.adapters}
-    if not count or body.layer.groups > 1 or len(splits) != 1 or None in splits:
+    parted = any(adapter.rows for adapter in body.adapters)
+    if not count or parted or body.layer.groups > 1 or len(splits) != 1 or None in splits:
         return Part(body, material, None, body.layer.out)
     ((up, vp),) = [split for split in splits if split]
     count = min(count, vp)
@@ -51,10 +52,12 @@ def part_of(body: RuntimeCase, material: Material, count: int) -> Part:
 
 def _rows(t: Mapping[str, Tensor], out: int) -> tuple[int, int] | None:
     """(rows of w1, rows of w2) of a LoKr, (1, out) of a LoRA, None of any other kind."""
-    if "lora_up.weight" in t and "dora_scale" not in t:
+    if {"dora_scale", "diff_b"} & t.keys():
+        return None
+    if "lora_up.weight" in t:
         return (1, out)
     w1 = t.get("lokr_w1", t.get("lokr_w1_a"))
-    return None if w1 is None or "dora_scale" in t else (w1.shape[0], out // w1.shape[0])
+    return None if w1 is None else (w1.shape[0], out // w1.shape[0])
 
 
 def _cut(t: Mapping[str, Tensor], count: int) -> Mapping[str, Tensor]:

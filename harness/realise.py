@@ -127,6 +127,6 @@ def module_for(layer: Layer, weight: Tensor, bias: Tensor | None) -> nn.Module:
 def factors64(body: RuntimeCase, material: Material) -> list[Factors]:
     """The same adapters for the reference: the subject's rounded tensors, widened to float64."""
     return [
-        Factors(adapter.kind, {name: t.to(torch.float64) for name, t in tensors.items()}, adapter.strength)
-        for adapter, tensors in zip(body.adapters, material.adapters, strict=True)
+        Factors(a.kind, {name: t.to(torch.float64) for name, t in tensors.items()}, a.strength, rows=a.rows)
+        for a, tensors in zip(body.adapters, material.adapters, strict=True)
     ]

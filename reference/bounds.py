@@ -8,6 +8,15 @@ Numerical Algorithms, §3.1).
 
 - hard: |error| ≤ (γ_K(u_acc) + m·u) · B + underflow, for every element;
 - statistical: RMS(error) ≤ C · (√K·u_acc + √m·u) · RMS(S) + underflow.
+
+DoRA, W' = M ∘ V with V = W + scale·ΔW and M = m / ‖V‖. Let e = γ_K(u_acc) + m·u and A = |W| + |scale·ΔW|
+with all its numbers replaced by their magnitudes, so that V is computed with |error| ≤ e·A. The norm's
+relative error is then at most ρ = e·(1 + ‖A‖/‖V‖), by the triangle inequality and for its own sum of
+squares, and that of 1/‖V‖ at most ρ/(1 − ρ). So W' is off by no more than
+e · |M| ∘ (A + |V|·(1 + ‖A‖/‖V‖)) / (1 − ρ), the second-order term being within the 1/(1 − ρ). This over e
+takes the place of |scale·ΔW| in B, with |W| for the subtraction of W. In S the norm's error is
+Σ V²A²/‖V‖⁴ + 1 instead, squared: errors of random sign. Where ‖V‖ is 0 or ρ ≥ 1 the magnitude is
+infinite: nothing is asked of such an output.
 """
 
 from __future__ import annotations
@@ -57,24 +66,39 @@ def budget(
     unit, unit_acc = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["f64" if dtype == "f64" else "f32"]
     length = contraction_length(weight, active)
     stored = stored_values(active)
-    tiny = SMALLEST[dtype] * stored * (1 + sum(_gain(truth, adapter) for adapter in active))
-    magnitude = _sized(truth, layer, weight, bias, active, x, power=1)
-    squares = _sized(truth, layer, weight, bias, active, x, power=2)
-    gamma = length * unit_acc / (1 - length * unit_acc)
-    size = math.sqrt(float(squares.mean())) if squares.numel() else 0.0
+    error = length * unit_acc / (1 - length * unit_acc) + stored * unit
+    tiny = SMALLEST[dtype] * stored * (1 + sum(_gain(truth, adapter, weight) for adapter in active))
+    magnitude = _sized(truth, layer, weight, bias, active, x, 1, error)
+    squares = _sized(truth, layer, weight, bias, active, x, 2, error)
+    judged = squares[squares.isfinite()]
+    size = math.sqrt(float(judged.mean())) if judged.numel() else 0.0
     rms = C * (math.sqrt(length) * unit_acc + math.sqrt(stored) * unit) * size + tiny
-    return Budget((gamma + stored * unit) * magnitude + tiny, magnitude, rms)
+    return Budget(error * magnitude + tiny, magnitude, rms)
 
 
 def contraction_length(weight: Tensor, adapters: Sequence[Factors]) -> int:
-    """K: the base's own contraction plus every dimension of every factor (an upper limit)."""
-    lengths = [size for adapter in adapters for t in adapter.tensors.values() for size in t.shape]
-    return weight[0].numel() + sum(lengths)
+    """K: the base's own contraction plus every dimension of every factor (an upper limit).
+
+    A LoHa's two ranks may be run through as one, their product; a DoRA's norm is a sum of its own.
+    """
+    lengths = [size for adapter in adapters for t in _factors(adapter) for size in t.shape]
+    ranks = [math.prod(a.tensors[f"hada_w{i}_b"].shape[0] for i in (1, 2)) for a in adapters if a.kind == "loha"]
+    norms = [weight.numel() // a.tensors["dora_scale"].numel() for a in adapters if "dora_scale" in a.tensors]
+    return weight[0].numel() + sum(lengths) + sum(ranks) + sum(norms)
 
 
 def stored_values(adapters: Sequence[Factors]) -> int:
-    """m: the base's output and the result, and per adapter each factor cast and applied, and its sum."""
-    return 2 + sum(2 * len(adapter.tensors) + 2 for adapter in adapters)
+    """m: the base's output and the result, and per adapter each factor cast and applied, and its sum.
+
+    A DoRA stores V, ‖V‖, m / ‖V‖, W' and W' − W besides.
+    """
+    dora = sum(5 for adapter in adapters if "dora_scale" in adapter.tensors)
+    return 2 + dora + sum(2 * len(_factors(adapter)) + 2 for adapter in adapters)
+
+
+def _factors(adapter: Factors) -> list[Tensor]:
+    """The tensors that are multiplied into the delta; not the numbers that become its scale."""
+    return [t for name, t in adapter.tensors.items() if name not in ("alpha", "scale")]
 
 
 def _sized(
@@ -85,24 +109,60 @@ def _sized(
     adapters: Sequence[Factors],
     x: Tensor,
     power: int,
+    error: float,
 ) -> Tensor:
     """The layer's output with every number replaced by its magnitude to the ``power``."""
-    total = weight.abs() ** power
+    total, offset = weight.abs() ** power, None if bias is None else bias.abs() ** power
     for adapter in adapters:
-        factor = abs(truth.strength(adapter) * truth.scale(adapter)) ** power
-        total = total + factor * truth.product(_magnitudes(adapter, power), weight.shape)
-    return apply(layer, total, None if bias is None else bias.abs() ** power, x.abs() ** power)
+        rows, factor = truth.rows(adapter, weight), abs(truth.strength(adapter)) ** power
+        total[rows] += factor * _change_size(truth, adapter, weight[rows], power, error)
+        if "diff_b" in adapter.tensors:
+            offset = weight.new_zeros(weight.shape[0]) if offset is None else offset
+            offset[rows] += factor * adapter.tensors["diff_b"].abs() ** power
+    return apply(layer, total, offset, x.abs() ** power)
+
+
+def _change_size(truth: Truth, adapter: Factors, weight: Tensor, power: int, error: float) -> Tensor:
+    """The size of one adapter's delta without its strength: |scale·ΔW|, or that of a DoRA's W' − W."""
+    product = truth.product(_magnitudes(adapter, power), weight.shape)
+    size = abs(truth.scale(adapter)) ** power * product
+    if "dora_scale" not in adapter.tensors:
+        return size
+    moved = weight + truth.scale(adapter) * truth.product(adapter, weight.shape)
+    magnitude, whole = truth.magnitude(adapter, weight.shape), weight.abs() ** power + size
+    norm = moved.square().sum_to_size(magnitude.shape).sqrt()
+    if power == 1:
+        spread = 1 + whole.square().sum_to_size(norm.shape).sqrt() / norm
+        spoiled, sound = (whole + moved.abs() * spread) / (1 - error * spread), error * spread < 1
+    else:
+        spread = 1 + (moved.square() * whole).sum_to_size(norm.shape) / norm**4
+        spoiled, sound = whole + moved.square() * spread, norm > 0
+    size = (magnitude / norm).abs() ** power * spoiled + weight.abs() ** power
+    return torch.where(sound & (norm > 0), size, torch.inf)
 
 
 def _magnitudes(adapter: Factors, power: int) -> Factors:
     return replace(adapter, tensors={name: t.abs() ** power for name, t in adapter.tensors.items()})
 
 
-def _gain(truth: Truth, adapter: Factors) -> float:
+def _gain(truth: Truth, adapter: Factors, weight: Tensor) -> float:
     """How much a value that underflows in one factor may grow through the others, at most."""
-    factors = [t for name, t in adapter.tensors.items() if name != "alpha"]
+    factors = [t for t in _factors(adapter) if t.dim() > 1]
     norms = [max(1.0, *(float(sums.max()) for sums in _line_sums(t))) for t in factors]
-    return abs(truth.strength(adapter) * truth.scale(adapter)) * math.prod(norms)
+    scale = abs(truth.strength(adapter)) * max(1.0, abs(truth.scale(adapter)))
+    return scale * math.prod(norms) * _growth(truth, adapter, weight)
+
+
+def _growth(truth: Truth, adapter: Factors, weight: Tensor) -> float:
+    """How much an error in one element of V may grow in W': |M| · (1 + √n), for norms of n elements."""
+    if "dora_scale" not in adapter.tensors:
+        return 1.0
+    part = weight[truth.rows(adapter, weight)]
+    magnitude = truth.magnitude(adapter, part.shape)
+    moved = part + truth.scale(adapter) * truth.product(adapter, part.shape)
+    largest = magnitude.abs() / moved.square().sum_to_size(magnitude.shape).sqrt()
+    finite = largest[largest.isfinite()]
+    return 1.0 + (float(finite.max()) if finite.numel() else 0.0) * (1 + math.sqrt(part.numel() / magnitude.numel()))
 
 
 def _line_sums(t: Tensor) -> list[Tensor]:

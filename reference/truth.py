@@ -7,7 +7,16 @@ Conventions (LyCORIS files; see README "Conventions"):
   core t2 (r, r, *kernel), w2_a is (r, vp) and w2_b (r, vq).
 - LoRA / LoCon: lora_up (out, r) · lora_down (r, in / groups, *kernel); with lora_mid (r, r, *kernel)
   the kernel is in the middle, and up and down are 1×1.
-- scale = alpha / rank, 1 where the file has no alpha; other rules are named `ScalePolicy`s.
+- LoHa: (w1_a · w1_b) ∘ (w2_a · w2_b), element by element, with hada_w1_a (out, r), hada_w1_b
+  (r, in / groups·∏kernel); with Tucker cores hada_t1, hada_t2 (r, r, *kernel) w1_a is (r, out) and
+  w1_b (r, in / groups).
+- diff: ΔW stored whole; its alpha, if there is one, means nothing. diff_b (out,), beside any kind, is
+  added to the bias: strength · diff_b, no scale; a layer without a bias then has one.
+- scale = alpha / rank, 1 where the file has no alpha; other rules are named `ScalePolicy`s. A LoRA's
+  ``scale`` tensor takes the place of alpha / rank.
+- DoRA (``dora_scale`` beside LoRA, LoHa or LoKr): W' = m · V / ‖V‖ with V = W + scale · ΔW. The delta is
+  strength · (W' − W): the strength stays outside the norm (as in ComfyUI). See `Truth.dora`.
+- Adapters on one layer sum, of whatever kinds: each delta is taken from the base weight W.
 """
 
 from __future__ import annotations
@@ -15,54 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fulldiff.reference.factors import NAMES, POLICIES, FactorError, Factors, ScalePolicy
 from fulldiff.reference.layers import LayerLike, apply
 
-
-class FactorError(ValueError):
-    """Factors that have no meaning; the message names the tensors and shapes at fault."""
-
-
-@dataclass(frozen=True)
-class Factors:
-    """One adapter's float64 tensors by suffix (``lokr_w1``, …, ``alpha``), and its strength.
-
-    ``rank`` is the rank that a config beside the file declares (PEFT), None where there is none.
-    """
-
-    kind: str
-    tensors: Mapping[str, Tensor]
-    strength: float = 1.0
-    rank: int | None = None
-
-
-@dataclass(frozen=True)
-class ScalePolicy:
-    """How alpha becomes a scale where implementations disagree. All agree on alpha / rank else.
-
-    both_full: scale of a LoKr whose w1 and w2 are both full: 1, or alpha over a declared rank.
-    rank_from: whose rank counts when w1 and w2 are both factored and differ.
-    zero_alpha: alpha 0 gives a zero delta, or scale 1.
-    """
-
-    both_full: Literal["one", "alpha/rank"] = "one"
-    rank_from: Literal["w1", "w2"] = "w2"
-    zero_alpha: Literal["zero", "one"] = "zero"
-
-
-POLICIES: dict[str, ScalePolicy] = {
-    "default": ScalePolicy(),
-    "comfyui": ScalePolicy(),
-    "diffusers": ScalePolicy(),
-    "comfyui-bypass": ScalePolicy(rank_from="w1"),
-    "invokeai": ScalePolicy(rank_from="w1"),
-    "lycoris": ScalePolicy(rank_from="w1", zero_alpha="one"),
-    "peft": ScalePolicy(both_full="alpha/rank"),
-}
+__all__ = ["POLICIES", "FactorError", "Factors", "ScalePolicy", "Truth"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +43,11 @@ class Truth:
     def forward(
         self, layer: LayerLike, weight: Tensor, bias: Tensor | None, adapters: Sequence[Factors], x: Tensor
     ) -> Tensor:
-        """y = (W + Σ ΔW) x + bias. Shapes as in `layers.apply`; all tensors float64."""
-        deltas = [self.delta(adapter, weight.shape) for adapter in adapters if adapter.strength]
+        """y = (W + Σ ΔW) x + bias + Σ Δbias. Shapes as in `layers.apply`; all tensors float64."""
+        active = [adapter for adapter in adapters if adapter.strength]
+        deltas = [self.delta(adapter, weight) for adapter in active]
+        for adapter in active:
+            bias = self.add_bias(bias, adapter, weight)
         return self.output(layer, weight, bias, deltas, x)
 
     def output(
@@ -84,18 +56,47 @@ class Truth:
         """Add the deltas to the weight, then apply the layer once."""
         return apply(layer, sum(deltas, start=weight), bias, x)
 
-    def delta(self, adapter: Factors, shape: Sequence[int]) -> Tensor:
-        """strength · scale · ΔW in the weight's ``shape`` (out, in / groups, *kernel)."""
-        return self.strength(adapter) * self.scale(adapter) * self.product(adapter, shape)
+    def delta(self, adapter: Factors, weight: Tensor) -> Tensor:
+        """The adapter's delta for ``weight`` (out, in / groups, *kernel), zero outside its rows."""
+        rows = self.rows(adapter, weight)
+        delta = torch.zeros_like(weight)
+        delta[rows] = self.change(adapter, weight[rows])
+        return delta
+
+    def rows(self, adapter: Factors, weight: Tensor) -> slice:
+        """The output rows that the adapter fills."""
+        start, end = adapter.rows or (0, weight.shape[0])
+        if not 0 <= start < end <= weight.shape[0]:
+            raise FactorError(f"rows {start} to {end} are not in a weight of {weight.shape[0]} rows")
+        return slice(start, end)
+
+    def change(self, adapter: Factors, weight: Tensor) -> Tensor:
+        """strength · scale · ΔW, or strength · (W' − W) of a DoRA, for the adapter's rows of the weight."""
+        if "dora_scale" in adapter.tensors:
+            return self.strength(adapter) * (self.dora(adapter, weight) - weight)
+        return self.strength(adapter) * self.scale(adapter) * self.product(adapter, weight.shape)
+
+    def add_bias(self, bias: Tensor | None, adapter: Factors, weight: Tensor) -> Tensor | None:
+        """The bias (out,), or none, plus the adapter's bias delta in its rows."""
+        if "diff_b" not in adapter.tensors:
+            return bias
+        rows, diff_b = self.rows(adapter, weight), adapter.tensors["diff_b"]
+        if diff_b.shape != (rows.stop - rows.start,):
+            raise FactorError(f"diff_b is {tuple(diff_b.shape)}, the adapter has {rows.stop - rows.start} rows")
+        total = weight.new_zeros(weight.shape[0]) if bias is None else bias.clone()
+        total[rows] += self.strength(adapter) * diff_b
+        return total
 
     def strength(self, adapter: Factors) -> float:
         """The user's multiplier; any sign."""
         return adapter.strength
 
     def scale(self, adapter: Factors) -> float:
-        """alpha / rank under the policy; 1 where there is no alpha."""
+        """alpha / rank under the policy; 1 where there is no alpha, and for a diff."""
         alpha = self.alpha(adapter)
-        if alpha is None:
+        if "scale" in adapter.tensors:
+            return float(adapter.tensors["scale"].reshape(()))
+        if alpha is None or adapter.kind == "diff":
             return 1.0
         rank = self.rank(adapter)
         if rank is None:
@@ -114,17 +115,23 @@ class Truth:
         t = adapter.tensors
         if "lora_down.weight" in t:
             return t["lora_down.weight"].shape[0]
+        if "hada_w1_b" in t:
+            return t["hada_w1_b"].shape[0]
         ranks = {w: t[f"lokr_{w}_b"].shape[0] for w in ("w1", "w2") if f"lokr_{w}_b" in t}
         return ranks.get(self.policy.rank_from) or next(iter(ranks.values()), None)
 
     def product(self, adapter: Factors, shape: Sequence[int]) -> Tensor:
-        """ΔW without any scale, in the weight's shape; raises FactorError for an unknown kind."""
-        if adapter.kind == "lora":
-            return self.lora(adapter.tensors, shape)
-        if adapter.kind == "lokr":
-            w1 = self.w1(adapter.tensors)
-            return self.place(self.kron(w1, self.w2(adapter.tensors, w1, shape)), shape)
-        raise FactorError(f"adapter kind {adapter.kind!r} is unknown: the reference knows lora and lokr")
+        """ΔW without any scale, in the weight's shape; raises FactorError for an unknown kind or tensor."""
+        kind, t = adapter.kind, adapter.tensors
+        if kind not in NAMES:
+            raise FactorError(f"adapter kind {kind!r} is unknown: the reference knows {', '.join(NAMES)}")
+        if unknown := sorted(t.keys() - NAMES[kind]):
+            raise FactorError(f"{kind} with {', '.join(unknown)}: the reference knows {', '.join(sorted(NAMES[kind]))}")
+        made = {"lora": self.lora, "lokr": self.lokr, "loha": self.loha, "diff": self.diff}[kind]
+        try:
+            return made(t, shape)
+        except KeyError as missing:
+            raise FactorError(f"{kind} without {missing.args[0]}: it has {', '.join(sorted(t))}") from missing
 
     def lora(self, t: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         """up · down, or up · mid · down with the kernel in the middle."""
@@ -134,6 +141,62 @@ class Truth:
         if down.dim() == len(shape) and down.shape[1:] != tuple(shape[1:]):
             raise FactorError(f"lora_down is {tuple(down.shape)}, the weight is {tuple(shape)}")
         return self.place(_multiply(up, down.flatten(1)), shape)
+
+    def lokr(self, t: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+        """w1 ⊗ w2."""
+        w1 = self.w1(t)
+        return self.place(self.kron(w1, self.w2(t, w1, shape)), shape)
+
+    def loha(self, t: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+        """The two products, each in the weight's shape, multiplied element by element."""
+        return self.hadamard(self.hada(t, 1, shape), self.hada(t, 2, shape))
+
+    def hada(self, t: Mapping[str, Tensor], number: int, shape: Sequence[int]) -> Tensor:
+        """w1_a · w1_b (or w2's), or the Tucker form where there is a core."""
+        a, b = t[f"hada_w{number}_a"], t[f"hada_w{number}_b"]
+        if f"hada_t{number}" in t:
+            return self.place(self.tucker(t[f"hada_t{number}"], a, b), shape)
+        return self.place(self.low_rank(a, b), shape)
+
+    def hadamard(self, one: Tensor, two: Tensor) -> Tensor:
+        """one[o,i,…] · two[o,i,…]."""
+        return one * two
+
+    def diff(self, t: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+        """ΔW as stored; zero where the file changes only the bias."""
+        if "diff" not in t:
+            return t["diff_b"].new_zeros(tuple(shape))
+        return self.place(t["diff"], shape)
+
+    def dora(self, adapter: Factors, weight: Tensor) -> Tensor:
+        """W' = m · V / ‖V‖ with V = W + scale · ΔW; where ‖V‖ is 0, W' is 0.
+
+        m has a number per output row (out, 1, …), or per input (1, in / groups, 1, …), and the norm is
+        taken over all other dimensions, the kernel among them. See `magnitude` for 1-D ones.
+        """
+        moved = weight + self.scale(adapter) * self.product(adapter, weight.shape)
+        magnitude = self.magnitude(adapter, weight.shape)
+        norm = self.norm(weight, moved, magnitude.shape)
+        return torch.where(norm == 0, 0.0, magnitude * moved / norm)
+
+    def norm(self, weight: Tensor, moved: Tensor, shape: Sequence[int]) -> Tensor:
+        """‖V‖, of V ``moved``, in the magnitude's ``shape``: taken over each dimension that is 1 there."""
+        return moved.square().sum_to_size(*shape).sqrt()
+
+    def magnitude(self, adapter: Factors, shape: Sequence[int]) -> Tensor:
+        """m as (out, 1, …) or (1, in / groups, 1, …): its own shape decides.
+
+        (out,) and (out, 1, …) are per output row, (in,) and (1, in, 1, …) per input. What fits both, a
+        1-D one on a square layer, is per output row (as PEFT stores it); what fits neither is refused.
+        """
+        m = adapter.tensors["dora_scale"]
+        ones = (1,) * (len(shape) - 1)
+        rest = m.numel() == (m.shape or [0])[0]
+        if rest and m.numel() == shape[0]:
+            return m.reshape(-1, *ones)
+        if m.numel() == shape[1] and (rest or tuple(m.shape[:2]) == (1, shape[1])):
+            return m.reshape(1, -1, *ones[1:])
+        raise FactorError(f"dora_scale {tuple(m.shape)} fits neither rows nor inputs of a weight {tuple(shape)}")
 
     def w1(self, t: Mapping[str, Tensor]) -> Tensor:
         """(up, uq): stored whole or as w1_a · w1_b."""

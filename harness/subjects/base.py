@@ -35,11 +35,14 @@ class Unsupported(Exception):
 class Adapter:
     """One adapter as its file gives it: tensors by suffix (``lokr_w1``, ``lora_down.weight``, …,
     ``alpha`` where the file has one), on the device, in the file's dtype; and the user's strength.
+
+    ``rows`` [start, end) are the output rows that it adapts (q of a fused qkv), None for all.
     """
 
     kind: str
     tensors: Mapping[str, Tensor]
     strength: float = 1.0
+    rows: tuple[int, int] | None = None
 
 
 class Subject(ABC):

@@ -24,7 +24,9 @@ class Faulty(Subject):
     def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
         layer, weight, bias = layer_of(module), module.weight, module.bias
         assert isinstance(weight, Tensor)
-        wide = [Factors(a.kind, {n: t.double() for n, t in a.tensors.items()}, a.strength) for a in adapters]
+        wide = [
+            Factors(a.kind, {n: t.double() for n, t in a.tensors.items()}, a.strength, rows=a.rows) for a in adapters
+        ]
         wide_bias = bias.double() if isinstance(bias, Tensor) else None
 
         def forward(x: Tensor) -> Tensor:

@@ -1,0 +1,63 @@
+"""What the truth is computed from: an adapter's tensors, and the rule that turns alpha into a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+class FactorError(ValueError):
+    """Factors that have no meaning; the message names the tensors and shapes at fault."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One adapter's float64 tensors by suffix (``lokr_w1``, …, ``alpha``), and its strength.
+
+    ``rank`` is the rank that a config beside the file declares (PEFT), None where there is none.
+    ``rows`` [start, end) are the output rows that it adapts (q of a fused qkv), None for all.
+    """
+
+    kind: str
+    tensors: Mapping[str, Tensor]
+    strength: float = 1.0
+    rank: int | None = None
+    rows: tuple[int, int] | None = None
+
+
+# What each kind's tensors may be called; whatever else is in an adapter is refused, never ignored.
+NAMES: dict[str, set[str]] = {
+    "lora": {"lora_up.weight", "lora_down.weight", "lora_mid.weight", "alpha", "scale", "dora_scale", "diff_b"},
+    "lokr": {f"lokr_{n}" for n in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")}
+    | {"alpha", "dora_scale", "diff_b"},
+    "loha": {f"hada_{n}" for n in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")} | {"alpha", "dora_scale", "diff_b"},
+    "diff": {"diff", "diff_b", "alpha"},
+}
+
+
+@dataclass(frozen=True)
+class ScalePolicy:
+    """How alpha becomes a scale where implementations disagree. All agree on alpha / rank else.
+
+    both_full: scale of a LoKr whose w1 and w2 are both full: 1, or alpha over a declared rank.
+    rank_from: whose rank counts when w1 and w2 are both factored and differ.
+    zero_alpha: alpha 0 gives a zero delta, or scale 1.
+    """
+
+    both_full: Literal["one", "alpha/rank"] = "one"
+    rank_from: Literal["w1", "w2"] = "w2"
+    zero_alpha: Literal["zero", "one"] = "zero"
+
+
+POLICIES: dict[str, ScalePolicy] = {
+    "default": ScalePolicy(),
+    "comfyui": ScalePolicy(),
+    "diffusers": ScalePolicy(),
+    "comfyui-bypass": ScalePolicy(rank_from="w1"),
+    "invokeai": ScalePolicy(rank_from="w1"),
+    "lycoris": ScalePolicy(rank_from="w1", zero_alpha="one"),
+    "peft": ScalePolicy(both_full="alpha/rank"),
+}

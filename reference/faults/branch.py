@@ -1,0 +1,99 @@
+"""Faults of the delta's own branch: bias, padding, dilation, stride, groups, batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fulldiff.reference.faults.registry import fault
+from fulldiff.reference.layers import LayerLike, apply
+from fulldiff.reference.truth import Truth
+
+
+def _except(layer: LayerLike, **changes: Any) -> Any:
+    """The layer with some fields changed."""
+    names = ("kind", "kernel", "stride", "padding", "dilation", "padding_mode", "groups")
+    return SimpleNamespace(**{name: getattr(layer, name) for name in names} | changes)
+
+
+class _Apart(Truth):
+    """Base and delta applied apart, as runtime implementations do; subclasses spoil `branch`."""
+
+    def output(
+        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, deltas: Sequence[Tensor], x: Tensor
+    ) -> Tensor:
+        y = apply(layer, weight, bias, x)
+        for delta in deltas:
+            y = y + self.branch(layer, delta, bias, x, y)
+        return y
+
+    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+        return apply(layer, delta, None, x)
+
+
+@fault("bias-twice")
+class BiasTwice(_Apart):
+    """The delta's branch adds the layer's bias again."""
+
+    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+        return apply(layer, delta, bias, x)
+
+
+@fault("delta-padding-mode-zeros")
+class DeltaPaddingModeZeros(_Apart):
+    """The delta's branch pads with zeros whatever the layer's padding mode."""
+
+    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+        return apply(_except(layer, padding_mode="zeros"), delta, None, x)
+
+
+@fault("delta-dilation-ignored")
+class DeltaDilationIgnored(_Apart):
+    """The delta's kernel not dilated (what is missing at the edge is padded)."""
+
+    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+        wrong = apply(_except(layer, dilation=[1] * len(layer.dilation)), delta, None, x)
+        return wrong[tuple(slice(size) for size in y.shape)]
+
+
+@fault("stride-before-kernel")
+class StrideBeforeKernel(_Apart):
+    """The stride on the 1×1 down projection, the kernel then unstrided (D8), cut to size."""
+
+    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+        if layer.kind == "linear" or max(layer.stride) == 1:
+            return apply(layer, delta, None, x)
+        coarse = x[(slice(None), slice(None), *(slice(None, None, s) for s in layer.stride))]
+        sizes = zip(coarse.shape[2:], layer.padding, layer.dilation, layer.kernel, strict=True)
+        if any(n + 2 * p < d * (k - 1) + 1 for n, p, d, k in sizes) or layer.padding_mode != "zeros":
+            return torch.zeros_like(y)
+        wrong = apply(_except(layer, stride=[1] * len(layer.stride)), delta, None, coarse)
+        out = torch.zeros_like(y)
+        common = tuple(slice(min(a, b)) for a, b in zip(wrong.shape, y.shape, strict=True))
+        out[common] = wrong[common]
+        return out
+
+
+@fault("first-group-input")
+class FirstGroupInput(_Apart):
+    """Every group's delta applied to the first group's input channels (a bypass without groups)."""
+
+    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+        if layer.groups == 1:
+            return apply(layer, delta, None, x)
+        return apply(_except(layer, groups=1), delta, None, x[:, : delta.shape[1]])
+
+
+@fault("first-batch-only")
+class FirstBatchOnly(_Apart):
+    """Only the first item of the batch (or first leading index) gets the delta (D3, D4)."""
+
+    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+        branch = apply(layer, delta, None, x)
+        if branch.dim() > 1:
+            branch[1:] = 0
+        return branch
