@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fulldiff.cases.catalogue import pinned
-from fulldiff.cases.model import CaseError, decode
+from fulldiff.cases.model import CaseError
 from fulldiff.harness import conform as conforming
 from fulldiff.harness.devices import devices as find_devices
 from fulldiff.harness.manager import Worker, WorkerError
@@ -35,6 +35,7 @@ def conform(
     profile: Annotated[str, typer.Option(help="quick, ci or soak")] = "quick",
     seed: int = 1,
     python: Python = sys.executable,
+    expect: Annotated[Path | None, typer.Option(help="Known failures (TOML) of your subject")] = None,
     out: Out = Path("reports"),
 ) -> None:
     """Check a subject against the full diff on named and generated cases. Run again to resume."""
@@ -42,7 +43,8 @@ def conform(
         raise typer.BadParameter(f"suite {suite!r}: only runtime can be run so far")
     if profile not in conforming.PROFILES:
         raise typer.BadParameter(f"profile {profile!r}: use {', '.join(conforming.PROFILES)}")
-    outcome = conforming.conform(subject, conforming.PROFILES[profile], seed, out / "runs", python, console)
+    known = conforming.expectations(subject, expect)
+    outcome = conforming.conform(subject, conforming.PROFILES[profile], seed, out / "runs", python, console, known)
     conforming.show(outcome, subject, console)
     if outcome.counts["absent"]:
         raise typer.Exit(ABSENT)
@@ -50,12 +52,11 @@ def conform(
 
 
 @app.command()
-def replay(case: Path, subject: Subject = "runtime-lokr", python: Python = sys.executable) -> None:
+def replay(case: str, subject: Subject = "runtime-lokr", python: Python = sys.executable) -> None:
     """Run one saved case (JSON), or a named one, and say what came out."""
     from fulldiff.cases.model import case_id
 
-    named = pinned()
-    loaded = named[str(case)] if str(case) in named else decode(_read(case))
+    loaded = conforming.named_case(case)
     with Worker(python) as worker:
         judgement = worker.judge(loaded, subject)
     console.print(conforming.describe(Result(case_id(loaded), subject, "cpu", loaded, judgement)), markup=False)
@@ -125,7 +126,7 @@ def bench(
 
 def main() -> None:
     """Run the command line; known errors become one line and an exit code."""
-    from fulldiff.harness.files.adapter import FileError
+    from fulldiff.harness.files.container import FileError
 
     try:
         app()
@@ -135,13 +136,6 @@ def main() -> None:
     except WorkerError as error:
         console.print(f"fulldiff: {error}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(HARNESS)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CaseError(f"{path}: {error.strerror}; give a case's JSON file or a name from `fulldiff list`") from error
 
 
 if __name__ == "__main__":

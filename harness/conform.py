@@ -6,6 +6,7 @@ import fnmatch
 import platform
 import tomllib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fulldiff.cases.catalogue import HEAVY, pinned
-from fulldiff.cases.model import Case
+from fulldiff.cases.model import Case, CaseError, decode
 from fulldiff.cases.strategies import runtime_cases
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.results import Environment, Result, Store
@@ -40,7 +41,10 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class Expectation:
-    """A known failure: cases whose id or name matches ``pattern`` end as ``outcome``, and why."""
+    """A known failure: cases whose id or name matches ``pattern`` end as ``outcome``, and why.
+
+    ``pinned`` is the example that shows it: a named case, or a case's JSON file.
+    """
 
     pattern: str
     outcome: str
@@ -68,26 +72,35 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return not self.findings and not self.stale
+        return not self.findings and not self.stale and self.counts["passed"] > 0
 
 
-def expectations(subject: str) -> list[Expectation]:
-    """The subject's expectations, cases/expectations/<subject>.toml; none where there is no file."""
-    path = files("fulldiff.cases") / "expectations" / f"{subject}.toml"
-    if not path.is_file():
+def expectations(subject: str, path: Path | None = None) -> list[Expectation]:
+    """What is expected of the subject: ``path``, else cases/expectations/<subject>.toml, else nothing."""
+    own = files("fulldiff.cases") / "expectations" / f"{subject}.toml"
+    if path is None and not own.is_file():
         return []
+    source = own if path is None else path
     try:
-        entries = tomllib.loads(path.read_text())["expect"]
+        entries = tomllib.loads(source.read_text(encoding="utf-8"))["expect"]
         return [Expectation(**entry) for entry in entries]
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-        raise ExpectationError(f"{path}: {error}; each [[expect]] needs pattern, outcome, reason") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ExpectationError(f"{source}: {error}; each [[expect]] needs pattern, outcome, reason") from error
 
 
-def conform(subject: str, profile: Profile, seed: int, folder: Path, python: str, console: Console) -> Outcome:
+def conform(
+    subject: str,
+    profile: Profile,
+    seed: int,
+    folder: Path,
+    python: str,
+    console: Console,
+    known: Sequence[Expectation] = (),
+) -> Outcome:
     """Run named and generated cases on ``subject``; result lines go to ``folder``, and resume there."""
     name = subject.replace(":", "-").replace("/", "-")
     store = Store(folder / f"conform-{name}-{seed}.jsonl")
-    known, named = expectations(subject), _named(profile)
+    named = _named(profile) | {e.pinned: named_case(e.pinned) for e in known if e.pinned}
     with Worker(python) as worker, Progress(console=console, disable=not console.is_terminal) as progress:
         line = environment(worker)
         if line not in store.lines:
@@ -108,7 +121,7 @@ def conform(subject: str, profile: Profile, seed: int, folder: Path, python: str
     return Outcome(Counter(r.judgement.outcome for r in everything), found, paths, stale(known, everything))
 
 
-def stale(known: list[Expectation], results: list[Result]) -> list[str]:
+def stale(known: Sequence[Expectation], results: list[Result]) -> list[str]:
     """Expectations that match no case, or whose pinned example no longer ends as expected."""
     found = []
     for entry in known:
@@ -133,7 +146,9 @@ def show(outcome: Outcome, subject: str, console: Console) -> None:
         console.print(f"  replay: fulldiff replay {outcome.paths[diagnosis]} --subject {subject}", soft_wrap=True)
     for line in outcome.stale:
         console.print(f"[bold red]STALE[/] expectation {line}", highlight=False)
-    console.print("ok" if outcome.ok else f"{len(outcome.findings)} findings, {len(outcome.stale)} stale")
+    if not outcome.counts["passed"]:
+        console.print(f"[bold red]FAILED[/] not one case passed: {subject} has computed nothing", highlight=False)
+    console.print("ok" if outcome.ok else f"{len(outcome.findings)} findings, {len(outcome.stale)} stale expectations")
 
 
 def describe(result: Result) -> str:
@@ -147,6 +162,16 @@ def describe(result: Result) -> str:
         if claim.error:
             lines.append(f"  error {claim.error}, budget {claim.budget} ({claim.used:.0%} used)")
     return "\n".join(lines)
+
+
+def named_case(name: str) -> Case:
+    """A named case, or one read from its JSON file; raises CaseError."""
+    if (case := pinned().get(name)) is not None:
+        return case
+    try:
+        return decode(Path(name).read_bytes())
+    except OSError as error:
+        raise CaseError(f"{name}: {error.strerror}; give a case's JSON file or a name from `fulldiff list`") from error
 
 
 def _named(profile: Profile) -> dict[str, Case]:

@@ -65,3 +65,8 @@ class AbortsOnLowRank(Subject):
         if any("lokr_w2_a" in adapter.tensors for adapter in adapters):
             os.abort()
         raise Unsupported("everything else")
+
+
+class Nothing(Subject):
+    def attach(self, module, adapters):
+        raise Unsupported("nothing is done here")

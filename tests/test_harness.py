@@ -86,6 +86,8 @@ def test_a_torn_line_is_cut_and_its_case_run_again(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
+# Kills of the manager at random moments; each gets 25 cases of its own.
+KILLS = int(os.environ.get("FULLDIFF_KILLS", "6"))
 RUN = """
 import sys
 from pathlib import Path
@@ -94,20 +96,22 @@ from fulldiff.harness.manager import Worker
 from fulldiff.harness.results import Store
 from fulldiff.harness.search import Engine, Search
 with Worker() as worker:
-    Search(Engine(Store(Path(sys.argv[1])), worker, "full-diff"), 150, 300.0).run(runtime_cases(), 3)
+    Search(Engine(Store(Path(sys.argv[1])), worker, "full-diff"), int(sys.argv[2]), 300.0).run(runtime_cases(), 3)
 """
 
 
 def test_killing_the_manager_loses_and_doubles_nothing(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
-    subprocess.run([sys.executable, "-c", RUN, str(whole)], check=True)
+    search = [sys.executable, "-c", RUN]
+    examples = str(25 * KILLS)
+    subprocess.run([*search, str(whole), examples], check=True)
     chance = random.Random(4)
-    for _ in range(6):
-        process = subprocess.Popen([sys.executable, "-c", RUN, str(killed)])
+    for _ in range(KILLS):
+        process = subprocess.Popen([*search, str(killed), examples])
         time.sleep(1.5 + chance.random())
         process.send_signal(signal.SIGKILL if os.name == "posix" else signal.SIGTERM)
         process.wait()
-    subprocess.run([sys.executable, "-c", RUN, str(killed)], check=True)
+    subprocess.run([*search, str(killed), examples], check=True)
     assert _ids(killed) == _ids(whole)
     assert len(_ids(killed)) == len(set(_ids(killed))) > 100
 
