@@ -16,7 +16,7 @@ from fulldiff.cases.factors import lokr_for
 from fulldiff.cases.model import BenchCase, Case, DType, Input, Layer, RuntimeCase, case_id
 from fulldiff.cases.tables import TableRow, load_table, tokens
 from fulldiff.harness import bench_report, conform
-from fulldiff.harness.files import adapter as adapter_files
+from fulldiff.harness.files.match import Match, Target, read
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Judgement, Request
 from fulldiff.harness.results import Cell, Environment, Result, Store
@@ -33,7 +33,7 @@ CHECK_TOKENS, CHECK_CHANNELS = 4, 16
 
 def bench(adapter: Path | None, full: bool, seconds: float, threads: int, out: Path, console: Console) -> bool:
     """Check, measure, write the report; whether everything checked was right."""
-    file = adapter_files.read(adapter, "sdxl") if adapter else None
+    file = read(adapter, "sdxl") if adapter else None
     outcome = conform.conform("runtime-lokr", conform.PROFILES["quick"], 1, out / "runs", sys.executable, console)
     conform.show(outcome, "runtime-lokr", console)
     layers = check_layers(out, console)
@@ -116,11 +116,16 @@ def check_layers(out: Path, console: Console) -> list[Result]:
     return _check({name: Case(body, 1) for name, body in cases.items()}, "SDXL layers", out, console)
 
 
-def check_file(file: adapter_files.AdapterFile, out: Path, console: Console) -> list[Result]:
-    """runtime-lokr with the file's own factors on every module it adapts."""
+def check_file(file: Match, out: Path, console: Console) -> list[Result]:
+    """runtime-lokr with the file's own factors on every layer it adapts."""
+    layers: dict[str, list[Target]] = {}
+    for target in file.targets:
+        layers.setdefault(target.name, []).append(target)
     cases = {
-        row.name: Case(RuntimeCase(row.layer, (adapter,), _input(row.layer, CHECK_TOKENS)), 1)
-        for row, adapter in file.modules
+        name: Case(
+            RuntimeCase(targets[0].layer, tuple(t.adapter for t in targets), _input(targets[0].layer, CHECK_TOKENS)), 1
+        )
+        for name, targets in layers.items()
     }
     return _check(cases, file.path.name, out, console)
 

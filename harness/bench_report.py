@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from scipy import stats
 
-from fulldiff.harness.files.adapter import AdapterFile
+from fulldiff.harness.files.match import Match
 from fulldiff.harness.results import Cell, Environment, Result
 from fulldiff.harness.subjects.names import NO_ADAPTER
 
@@ -25,7 +25,7 @@ class Sections:
     conform: Counter[str]
     layers: list[Result]
     real: list[Result]
-    file: AdapterFile | None
+    file: Match | None
     cells: list[Cell]
     environment: Environment
 
@@ -136,9 +136,10 @@ def _checks(sections: Sections) -> str:
         f"- SDXL's distinct layer shapes: {_tally(sections.layers)}",
     ]
     if sections.file:
-        name, unmatched = sections.file.path.name, len(sections.file.unmatched)
+        file = sections.file
         lines.append(
-            f"- `{name}`: {len(sections.file.modules)} modules, {_tally(sections.real)}; {unmatched} tensors unmatched"
+            f"- `{file.path.name}`: {len(file.targets)} modules, {_tally(sections.real)}; tensors unmatched "
+            f"{len(file.unmatched)}, skipped {len(file.skipped)}; modules refused {len(file.refused)}"
         )
     return "\n".join(lines) + "\n"
 

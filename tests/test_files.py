@@ -10,7 +10,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from fulldiff.harness.bench import check_file
-from fulldiff.harness.files.adapter import FileError, read
+from fulldiff.harness.files.container import FileError
+from fulldiff.harness.files.match import read
 
 LAYER = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q"
 
@@ -21,7 +22,7 @@ def test_a_lokr_file_is_matched_and_judged_with_its_own_factors(tmp_path: Path) 
     file = {f"{LAYER}.{name}": tensor for name, tensor in tensors.items()}
     save_file(file | {f"{LAYER}.alpha": torch.tensor(2.0), "stray": torch.ones(1)}, path)
     found = read(path, "sdxl")
-    assert [row.name for row, _ in found.modules] == ["down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"]
+    assert [target.name for target in found.targets] == ["down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"]
     assert found.unmatched == ("stray",)
     (result,) = check_file(found, tmp_path, Console(quiet=True))
     assert result.judgement.outcome == "passed"

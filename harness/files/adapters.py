@@ -27,6 +27,9 @@ DTYPES: dict[str, FactorDType] = {
 # From the narrowest; a mixture is as wide as its widest, and f16 with bf16 needs f32 to hold both.
 WIDTHS = {"f8_e4m3": 8, "f8_e5m2": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 ALPHA_SHAPES = ((), (1,), (1, 1))
+# Numbers that stand beside the factors, and what may stand beside those of any kind.
+NUMBERS = ("alpha", "scale")
+EXTRAS = (*NUMBERS, "dora_scale", "diff_b")
 RANKS = ("lora_down.weight", "lokr_w2_b", "lokr_w1_b", "hada_w1_b")
 
 
@@ -37,19 +40,22 @@ class Refusal(ValueError):
 def adapters(module: Module, place: Place, header: Header, declared: Declared) -> Iterator[tuple[Adapter, AlphaSource]]:
     """The adapters of one module on its layer, and where each has its alpha from.
 
-    A low-rank product and a bias's difference under one name are two adapters.
+    A product and a whole difference under one name are two adapters; a bias's difference goes with the first.
 
     Raises:
         Refusal: one of them does not fit; then none is to be used.
     """
     check_magnitude(module, declared)
-    kinds = module.kinds
-    products = [kind for kind in kinds if kind != "diff"]
-    if len(products) > 1:
-        raise Refusal(f"{' and '.join(products)} factors share one name: which of them alpha means is unknown")
+    kinds = sorted(module.kinds, key=lambda kind: kind == "diff")
+    if len(kinds) > 1 and "diff" not in module.tensors:
+        kinds.remove("diff")
+    if len(kinds) > 1 and kinds[1] != "diff":
+        raise Refusal(f"{' and '.join(kinds)} factors share one name: which of them alpha means is unknown")
     for kind in kinds:
-        extra = ("alpha", "dora_scale") if kind in products or not products else ()
+        extra = EXTRAS if kind == kinds[0] else ()
         names = {f: n for f, n in module.tensors.items() if f in (*KIND_FACTORS[kind], *extra)}
+        if not extra:
+            names.pop("diff_b", None)
         yield adapter(kind, names, module, place, header, declared)
 
 
@@ -57,11 +63,9 @@ def adapter(
     kind: str, names: Mapping[str, str], module: Module, place: Place, header: Header, declared: Declared
 ) -> tuple[Adapter, AlphaSource]:
     """One adapter from its tensors' names by canonical factor."""
-    factors = {factor: header.tensors[name].shape for factor, name in names.items() if factor != "alpha"}
+    factors = {factor: header.tensors[name].shape for factor, name in names.items() if factor not in NUMBERS}
     if reason := complaint(kind, factors, adapted_shape(place)):
         raise Refusal(f"{reason} ({place.name})")
-    if "diff_b" in factors and not place.layer.bias:
-        raise Refusal(f"diff_b is the difference of a bias, and {place.name} has none")
     alpha, source = alpha_of(kind, names, factors, module, header, declared)
     made = Adapter(
         kind,
@@ -82,17 +86,14 @@ def adapted_shape(place: Place) -> Shape:
 
 
 def check_magnitude(module: Module, declared: Declared) -> None:
-    """DoRA is a product and a magnitude; neither alone is used, and ``scale`` never."""
-    if "scale" in module.tensors:
-        raise Refusal(f"{module.tensors['scale']}: readers disagree on scale; write alpha = scale × rank instead")
-    if not module.kinds:
-        raise Refusal("a DoRA magnitude without the product it scales")
-    promised = set(module.kinds) != {"diff"} and declared.dora_for(module.family, module.name)
-    if promised and "dora_scale" not in module.tensors:
+    """DoRA is a product and a magnitude: neither alone is used. ``scale`` means something for LoRA only."""
+    if "scale" in module.tensors and "lora" not in module.kinds:
+        raise Refusal(f"{module.tensors['scale']}: only a LoRA's scale has a known meaning; write alpha instead")
+    if set(module.kinds) <= {"diff"}:
+        if "dora_scale" in module.tensors:
+            raise Refusal("a DoRA magnitude without the low-rank product that it scales")
+    elif "dora_scale" not in module.tensors and declared.dora_for(module.family, module.name):
         raise Refusal("the metadata says DoRA, and its magnitude is absent: not run as a plain adapter")
-    ambiguous = module.family != "peft" and "dora_scale" in module.tensors
-    if ambiguous and set(module.kinds) == {"diff"}:
-        raise Refusal("a DoRA magnitude beside a whole difference")
 
 
 def alpha_of(
@@ -104,10 +105,12 @@ def alpha_of(
     declared: Declared,
 ) -> tuple[Alpha, AlphaSource]:
     """The alpha to use beside the file's tensors, absent where one of them is it."""
-    if name := names.get("alpha"):
+    stored = [names[factor] for factor in NUMBERS if factor in names]
+    for name in stored:
         info = header.tensors[name]
         if info.shape not in ALPHA_SHAPES or info.dtype == "BOOL":
-            raise Refusal(f"{name} is {info.dtype} {info.shape}: an alpha is one number")
+            raise Refusal(f"{name} is {info.dtype} {info.shape}: it should be one number")
+    if stored:
         return Alpha(), "tensor"
     rank = next((factors[factor][0] for factor in RANKS if factor in factors), None)
     said = None if kind == "diff" else declared.alpha_for(module.family, module.name, rank)

@@ -16,7 +16,8 @@ Factors = Mapping[str, Shape]
 
 def complaint(kind: str, factors: Factors, weight: Shape) -> str:
     """Why the factors do not fit a weight (out, in / groups, *kernel); empty where they do."""
-    return incomplete(kind, factors) or CHECKS[kind](factors, weight) or magnitude(factors, weight)
+    checks = (CHECKS[kind], magnitude, bias)
+    return incomplete(kind, factors) or next((text for check in checks if (text := check(factors, weight))), "")
 
 
 def incomplete(kind: str, factors: Factors) -> str:
@@ -49,7 +50,8 @@ def lora(factors: Factors, weight: Shape) -> str:
     if len(up) < 2 or len(down) < 2:
         return f"lora_up is {up} and lora_down {down}: each needs two axes"
     if mid is not None:
-        return _tucker("lora_mid", mid, (up[1], up[0], *up[2:]), down, weight)
+        sides = (up[1], up[0], *_unless_ones(up[2:])), (*down[:2], *_unless_ones(down[2:]))
+        return _tucker("lora_mid", mid, *sides, weight)
     if up[1] != down[0] or up[1] == 0:
         return f"rank mismatch: lora_up is {up}, lora_down {down}"
     if numel(up[2:]) == 1 and up[0] == weight[0] and _places(down[1:], weight[1:]):
@@ -94,11 +96,17 @@ def loha(factors: Factors, weight: Shape) -> str:
 
 
 def diff(factors: Factors, weight: Shape) -> str:
-    """A whole ΔW in the weight's shape; a bias's difference (out,)."""
-    whole, bias = factors.get("diff"), factors.get("diff_b")
-    if whole is not None and not (len(whole) > 1 and whole[0] == weight[0] and _places(whole[1:], weight[1:])):
-        return _transposed(whole, weight) or f"diff is {whole}, the layer is {weight}"
-    return f"diff_b is {bias}, the layer has {weight[0]} outputs" if bias not in (None, (weight[0],)) else ""
+    """A whole ΔW in the weight's shape."""
+    whole = factors.get("diff")
+    if whole is None or (len(whole) > 1 and whole[0] == weight[0] and _places(whole[1:], weight[1:])):
+        return ""
+    return _transposed(whole, weight) or f"diff is {whole}, the layer is {weight}"
+
+
+def bias(factors: Factors, weight: Shape) -> str:
+    """A bias's difference (out,)."""
+    found = factors.get("diff_b", weight[:1])
+    return "" if found == weight[:1] else f"diff_b is {found}, the layer has {weight[0]} outputs"
 
 
 def magnitude(factors: Factors, weight: Shape) -> str:
@@ -106,8 +114,6 @@ def magnitude(factors: Factors, weight: Shape) -> str:
     shape = factors.get("dora_scale")
     if shape is None:
         return ""
-    if set(factors) <= {"dora_scale", *KIND_FACTORS["diff"]}:
-        return "a DoRA magnitude without a low-rank product"
     outer, inner = weight[0], weight[1]
     fits = (shape[:1] in ((outer,), (inner,))) if len(shape) == 1 else shape[:2] in ((outer, 1), (1, inner))
     return "" if fits and numel(shape[2:]) == 1 else f"dora_scale is {shape}, the layer is {weight}"
@@ -122,13 +128,13 @@ def _matrix(whole: str, factors: Factors) -> Shape | str:
 
 
 def _tucker(name: str, core: Shape, a: Shape, b: Shape, weight: Shape) -> str:
-    """a (r, out) · core (r, r, *kernel) · b (r, in); sizes of 1 may follow a and b."""
+    """a (r, out) · core (r, r, *kernel) · b (r, in)."""
     fits = (
         len(core) >= 2
         and core[:2] == (a[0], b[0])
         and a[1:2] == weight[:1]
         and b[1:2] == weight[1:2]
-        and numel(a[2:]) == numel(b[2:]) == 1
+        and len(a) == len(b) == 2
         and _stripped(core[2:]) == _stripped(weight[2:])
     )
     return "" if fits else f"{name} {core} between {a} and {b} does not give the layer's {weight}"
@@ -145,6 +151,11 @@ def _stripped(kernel: Shape) -> Shape:
     if numel(kernel) == 1:
         return ()
     return kernel[:1] if len(kernel) == 2 and kernel[1] == 1 else kernel
+
+
+def _unless_ones(sizes: Shape) -> Shape:
+    """Nothing where all sizes are 1."""
+    return () if numel(sizes) == 1 else sizes
 
 
 def _transposed(product: Shape, weight: Shape) -> str:

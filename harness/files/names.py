@@ -68,6 +68,7 @@ COMPONENTS: tuple[tuple[Component, tuple[str, ...]], ...] = (
     ("unet", ("unet.", "unet:", "lora_unet_", "down_blocks.", "up_blocks.", "mid_block.")),
     ("transformer", ("transformer.", "lora_transformer_", "double_blocks.", "single_blocks.")),
 )
+DOTTED = ("unet.", "transformer.", "text_encoder.", "text_encoder_2.")
 STARTS: tuple[tuple[str, Family], ...] = (
     ("lycoris_", "lycoris"),
     ("lora_", "kohya"),
@@ -116,7 +117,7 @@ def family(name: TensorName) -> Family:
             return spelling
     if name.style in ("positional", "xlabs"):
         return "cloneofsimo" if name.style == "positional" else "xlabs"
-    if name.style == "peft" and (name.module != name.prefix or name.adapter or component(name.prefix) == "other"):
+    if name.style == "peft" and (name.module != name.prefix or name.adapter or not name.prefix.startswith(DOTTED)):
         return "peft"
     return "lycoris" if name.style == "lycoris" else "diffusers"
 
