@@ -1,4 +1,4 @@
-"""Adapter specs from their sizes: every LoRA, LoCon and LoKr form, as LyCORIS files store them.
+"""Adapter specs from their sizes: every LoRA, LoCon, LoKr, LoHa and diff form, as LyCORIS files store them.
 
 Letters as in the LoKr papers and files: w1 (up, uq), w2 (vp, vq, *kernel), out = up·vp,
 in / groups = uq·vq, r the rank. Use `dataclasses`-free `msgspec.structs.replace` to vary the rest.
@@ -7,6 +7,8 @@ in / groups = uq·vq, r the rank. Use `dataclasses`-free `msgspec.structs.replac
 from __future__ import annotations
 
 from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from fulldiff.cases.model import Adapter, Layer, Shape, numel
 
@@ -56,12 +58,54 @@ def lokr(
     return Adapter("lokr", factors, **rest)
 
 
+def loha(out: int, inp: int, rank: int, kernel: Shape = (), *, tucker: bool = False, **rest: Any) -> Adapter:
+    """LoHa: two products of a (out, r) and b (r, inp·∏kernel), multiplied element by element.
+
+    ``inp`` is the layer's in / groups; ``tucker`` gives each product a core (r, r, *kernel).
+    """
+    factors: dict[str, Shape] = {}
+    for number in (1, 2):
+        if tucker:
+            factors[f"hada_t{number}"] = (rank, rank, *kernel)
+        factors[f"hada_w{number}_a"] = (rank, out) if tucker else (out, rank)
+        factors[f"hada_w{number}_b"] = (rank, inp if tucker else inp * numel(kernel))
+    return Adapter("loha", factors, **rest)
+
+
+def diff(shape: Shape, **rest: Any) -> Adapter:
+    """The delta stored whole, in the weight's shape (2-D for a 1×1 convolution in some files)."""
+    return Adapter("diff", {"diff": shape}, **rest)
+
+
+def with_bias(adapter: Adapter, out: int) -> Adapter:
+    """The adapter with a bias delta for its ``out`` rows."""
+    return replace(adapter, factors={**adapter.factors, "diff_b": (out,)})
+
+
+def dora(adapter: Adapter, magnitude: Shape) -> Adapter:
+    """The adapter as a DoRA, with a magnitude of this shape: (out,), (out, 1, …) or (1, in, 1, …)."""
+    return replace(adapter, factors={**adapter.factors, "dora_scale": magnitude})
+
+
 def rank(adapter: Adapter) -> int | None:
-    """The rank that alpha is divided by (w2's before w1's); None when no factor is decomposed."""
-    for name in ("lora_down.weight", "lokr_w2_b", "lokr_w1_b"):
+    """The rank that alpha is divided by (w2's before w1's); None where alpha does not count."""
+    if "scale" in adapter.factors:
+        return None
+    for name in ("lora_down.weight", "hada_w1_b", "lokr_w2_b", "lokr_w1_b"):
         if name in adapter.factors:
             return adapter.factors[name][0]
     return None
+
+
+def transposed(adapter: Adapter) -> set[str]:
+    """The factors stored (r, out): those beside a Tucker core, of a LoKr or LoHa."""
+    beside = {"lokr_t2": "lokr_w2_a", "hada_t1": "hada_w1_a", "hada_t2": "hada_w2_a"}
+    return {a for core, a in beside.items() if core in adapter.factors}
+
+
+def dense(adapter: Adapter) -> set[str]:
+    """The factors of a LoHa whose exact values are not sparse: a product of two sparse ones is all zero."""
+    return {"hada_w1_b"} | transposed(adapter) if adapter.kind == "loha" else set()
 
 
 def factorization(size: int, factor: int) -> tuple[int, int]:

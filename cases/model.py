@@ -132,6 +132,13 @@ class RuntimeCase(Value, frozen=True, tag="runtime", tag_field="suite"):
     values: Values = "normal"
     checked: int = 0
 
+    def __post_init__(self) -> None:
+        for adapter in self.adapters:
+            if self.values == "exact" and "dora_scale" in adapter.factors:
+                raise CaseError("values = exact with dora_scale: a quotient by a norm is not exact")
+            if adapter.rows and not 0 <= adapter.rows[0] < adapter.rows[1] <= self.layer.out:
+                raise CaseError(f"adapter.rows = {adapter.rows}: the layer has rows 0 to {self.layer.out}")
+
 
 class Model(Value, frozen=True):
     """A base model: one of the layer tables or a checkpoint's path, and the dtype of its weights."""
@@ -236,7 +243,7 @@ def case_id(case: Case) -> str:
 
 def _describe(body: Body) -> tuple[str, ...]:
     if isinstance(body, RuntimeCase):
-        adapters = "&".join(f"{a.kind}[{a.form}]" for a in body.adapters) or "bare"
+        adapters = "&".join(f"{a.kind}[{a.form}]{_describe_rows(a)}" for a in body.adapters) or "bare"
         return (_describe_layer(body.layer), adapters, _describe_input(body), body.values)
     if isinstance(body, MergeCase):
         adapters = "&".join(f"{a.kind}[{a.form}]" for a in body.adapters)
@@ -246,6 +253,10 @@ def _describe(body: Body) -> tuple[str, ...]:
     if isinstance(body, BenchCase):
         return (body.label,)
     return (body.model.name, f"{len(body.files)}files")
+
+
+def _describe_rows(adapter: Adapter) -> str:
+    return "" if adapter.rows is None else f"@{adapter.rows[0]}-{adapter.rows[1]}"
 
 
 def _describe_layer(layer: Layer) -> str:

@@ -7,19 +7,18 @@ the simplest alternative comes first, and an alternative that stands twice is li
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import accumulate
 from typing import Literal
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy, composite, integers, sampled_from
 from msgspec.structs import replace
 
-from fulldiff.cases import factors
+from fulldiff.cases import factors, scales
 from fulldiff.cases.model import (
     DTYPES,
     SPATIAL_DIMS,
     Adapter,
-    Alpha,
     Case,
     DType,
     Input,
@@ -32,13 +31,17 @@ from fulldiff.cases.model import (
     Values,
     numel,
 )
-from fulldiff.cases.tensors import BASE_NONZEROS, FACTOR_NONZEROS
+
+# What may be added to an adapter: see `runtime_cases`.
+Extra = Literal["dora", "diff_b", "scale", "rows"]
+EXTRAS: tuple[Extra, ...] = ("dora", "diff_b", "scale", "rows")
 
 # up, uq, vp, vq: the split of a layer's dimensions into those of w1 and w2.
 Split = tuple[int, int, int, int]
 
 MAX_FACTOR = 7
 MAX_RANK = 5
+MAX_TUCKER_LOHA_RANK = 3
 MAX_GROUPS = 4
 MAX_EXTRA = 4
 
@@ -48,49 +51,66 @@ LAYOUTS: tuple[Layout, ...] = ("contiguous", "contiguous", "transposed", "stride
 BATCHES = (1, 2, 3, 1, 2, 3, 0)
 LEADING = (1, 2, 3, 4, 1, 2, 3, 4, 0)
 ADAPTER_COUNTS = (1, 1, 1, 2, 2, 3)
-
-# Exact values: |strength · scale| of each adapter, and what a strength may be. Every sum must be below
-# EXACT_LIMIT times its unit, or bf16 would round it.
-EXACT_GAINS = (1.0, 0.5, 2.0, 0.25)
-EXACT_SCALES = (1.0, 0.5, 2.0, 4.0, 0.25, 0.125, 8.0)
-EXACT_LIMIT = 256
-SIGNS = (1.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.0)
-NORMAL_STRENGTHS = (1.0, 0.7, -1.0, -0.3, 0.0, 1.5)
-
-ALPHA_FORMS: tuple[Literal["absent", "0d", "1", "1x1"], ...] = ("absent", "0d", "1", "1x1")
-ALPHA_DTYPES: tuple[Literal["f64", "f32", "bf16", "f16", "i64"], ...] = ("f32", "bf16", "f16", "i64", "f64")
-# Of a LoKr with both factors whole: no effect, whatever it is (10^10 is infinite in f16).
-IGNORED_ALPHAS = (1.0, 9999999999.0, 0.0)
+FUSED_COUNTS = (1, 2, 2, 3)
 
 
 def runtime_cases(
-    kinds: Sequence[str] = ("lora", "lokr"),
+    kinds: Sequence[str] = ("lora", "lokr", "lokr", "lora", "loha", "diff"),
     values: Sequence[Values] = ("exact", "normal", "special"),
     dtypes: Sequence[DType] = DTYPES,
+    extras: Sequence[Extra] = EXTRAS,
 ) -> SearchStrategy[Case]:
-    """Runtime cases with one to three adapters of the given kinds, values and dtypes."""
+    """Runtime cases with one to three adapters of the given kinds, values and dtypes.
+
+    ``extras`` says what may be added: a DoRA's magnitude, a bias delta, a LoRA's scale tensor, and layers
+    that are fused, an adapter to a part.
+    """
     ordered = sorted(dtypes, key=lambda dtype: dtype != "f32")
-    return _cases(tuple(kinds), tuple(values), tuple(ordered))
+    return _cases(tuple(kinds), tuple(values), tuple(ordered), tuple(extras))
 
 
 @composite
-def _cases(draw: DrawFn, kinds: tuple[str, ...], values: tuple[Values, ...], dtypes: tuple[DType, ...]) -> Case:
+def _cases(
+    draw: DrawFn,
+    kinds: tuple[str, ...],
+    values: tuple[Values, ...],
+    dtypes: tuple[DType, ...],
+    extras: tuple[Extra, ...],
+) -> Case:
     up, uq, vp, vq = draw(st.tuples(*[integers(1, MAX_FACTOR)] * 4))
     # A square w2 hides swapped axes and factors.
     vq = vp if draw(integers(0, 3)) == 3 else vq
     kind = draw(sampled_from(KINDS))
-    groups = 1 if kind == "linear" else draw(_groups(up * vp))
+    parts = draw(_parts(up * vp)) if "rows" in extras and draw(_rarely) else []
+    out = max((end for _, end in parts), default=up * vp)
+    groups = 1 if kind == "linear" or parts else draw(_groups(out))
     if groups > 1 and draw(st.booleans()):
         uq = vq = 1  # depthwise
-    layer = draw(_layers(kind, up * vp, uq * vq, groups))
+    layer = draw(_layers(kind, out, uq * vq, groups))
     chosen, dtype = draw(sampled_from(values)), draw(sampled_from(dtypes))
-    count = draw(sampled_from(ADAPTER_COUNTS))
-    splits = [(up, uq, vp, vq), *(draw(_splits(up * vp, uq * vq)) for _ in range(count - 1))]
-    bare = [draw(_bare_adapter(draw(sampled_from(kinds)), layer, each)) for each in splits]
-    adapters = draw(_exact(bare) if chosen == "exact" else _normal(bare))
+    more = tuple(extra for extra in extras if extra != "dora" or chosen != "exact")
+    first = draw(_bare_adapter(draw(sampled_from(kinds)), layer, (up, uq, vp, vq), more))
+    bare = [replace(first, rows=parts[0] if parts else None)]
+    for _ in range(draw(sampled_from(FUSED_COUNTS if parts else ADAPTER_COUNTS)) - 1):
+        rows = draw(sampled_from((*parts[1:], *parts[1:], parts[0], None))) if parts else None
+        split = draw(_splits(rows[1] - rows[0] if rows else out, uq * vq))
+        bare.append(replace(draw(_bare_adapter(draw(sampled_from(kinds)), layer, split, more)), rows=rows))
+    adapters = draw(scales.exact(bare) if chosen == "exact" else scales.normal(bare))
     typed = tuple(replace(adapter, dtype=draw(_factor_dtype(dtype))) for adapter in adapters)
     body = RuntimeCase(layer, typed, draw(_inputs(layer)), dtype, chosen)
     return Case(body, draw(integers(0, 2**32 - 1)))
+
+
+@composite
+def _parts(draw: DrawFn, size: int) -> list[tuple[int, int]]:
+    """The rows of a fused layer's two or three parts, often of unequal sizes; first that of ``size``."""
+    others = draw(sampled_from((1, 2, 2)))
+    sizes = [draw(st.just(size) | integers(1, MAX_FACTOR)) for _ in range(others)]
+    at = draw(integers(0, len(sizes)))
+    sizes.insert(at, size)
+    ends = list(accumulate(sizes))
+    parts = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return [parts[at], *parts[:at], *parts[at + 1 :]]
 
 
 # Layers and inputs
@@ -155,20 +175,48 @@ def _splits(draw: DrawFn, out: int, inp: int) -> Split:
 
 
 @composite
-def _bare_adapter(draw: DrawFn, kind: str, layer: Layer, split: Split) -> Adapter:
-    """An adapter without alpha, in any form that fits the layer."""
+def _bare_adapter(draw: DrawFn, kind: str, layer: Layer, split: Split, extras: tuple[Extra, ...]) -> Adapter:
+    """An adapter without alpha, in any form that fits the rows and columns of ``split``."""
     up, uq, vp, vq = split
     flat = bool(layer.kernel) and numel(layer.kernel) == 1 and draw(st.booleans())
+    adapter = draw(_forms(kind, layer.kernel, split, flat))
+    if kind == "lora" and "scale" in extras and draw(_rarely):
+        adapter = replace(adapter, factors={**adapter.factors, "scale": ()})
+    if kind != "diff" and "dora" in extras and draw(_rarely):
+        adapter = factors.dora(adapter, draw(_magnitudes(up * vp, uq * vq, layer.kernel)))
+    if "diff_b" in extras and draw(_rarely):
+        adapter = factors.with_bias(adapter, up * vp)
+        if kind == "diff" and draw(st.booleans()):
+            adapter = replace(adapter, factors={"diff_b": (up * vp,)})
+    return adapter
+
+
+@composite
+def _forms(draw: DrawFn, kind: str, kernel: Shape, split: Split, flat: bool) -> Adapter:
+    """The adapter's own factors."""
+    up, uq, vp, vq = split
+    if kind == "diff":
+        return factors.diff((up * vp, uq * vq, *(() if flat else kernel)))
+    if kind == "loha":
+        tucker = bool(kernel) and draw(st.booleans())
+        rank = draw(integers(1, MAX_TUCKER_LOHA_RANK) if tucker else _ranks(vp))
+        return factors.loha(up * vp, uq * vq, rank, kernel, tucker=tucker)
     if kind == "lora":
-        mid = bool(layer.kernel) and not flat and draw(st.booleans())
-        return factors.lora(up * vp, uq * vq, draw(_ranks(vp)), layer.kernel, mid=mid, flat=flat)
-    form = draw(sampled_from(("full", "low-rank", "tucker") if layer.kernel else ("full", "low-rank")))
+        mid = bool(kernel) and not flat and draw(st.booleans())
+        return factors.lora(up * vp, uq * vq, draw(_ranks(vp)), kernel, mid=mid, flat=flat)
+    form = draw(sampled_from(("full", "low-rank", "tucker") if kernel else ("full", "low-rank")))
     w2_rank = 0 if form == "full" else draw(_ranks(vp))
     w1_rank = draw(_ranks(up)) if draw(st.booleans()) else 0
     if w1_rank and w2_rank and not draw(_rarely):
         w1_rank = w2_rank
     w1, w2, tucker = (up, uq), (vp, vq), form == "tucker"
-    return factors.lokr(w1, w2, layer.kernel, w1_rank=w1_rank, w2_rank=w2_rank, tucker=tucker, flat=flat)
+    return factors.lokr(w1, w2, kernel, w1_rank=w1_rank, w2_rank=w2_rank, tucker=tucker, flat=flat)
+
+
+def _magnitudes(out: int, inp: int, kernel: Shape) -> SearchStrategy[Shape]:
+    """A DoRA's magnitude per output row (LyCORIS, PEFT) or per input (older LyCORIS)."""
+    ones = (1,) * len(kernel)
+    return sampled_from(((out, 1, *ones), (out,), (1, inp, *ones)))
 
 
 def _ranks(size: int) -> SearchStrategy[int]:
@@ -178,66 +226,6 @@ def _ranks(size: int) -> SearchStrategy[int]:
 
 def _factor_dtype(dtype: DType) -> SearchStrategy[DType]:
     return sampled_from((*[dtype] * 8, *DTYPES))
-
-
-@composite
-def _normal(draw: DrawFn, bare: list[Adapter]) -> list[Adapter]:
-    """The adapters with any alpha and strength."""
-    alphas = [draw(_alphas(factors.rank(adapter))) for adapter in bare]
-    strengths = [draw(sampled_from(NORMAL_STRENGTHS)) for _ in bare]
-    return [replace(a, alpha=b, strength=s) for a, b, s in zip(bare, alphas, strengths, strict=True)]
-
-
-@composite
-def _alphas(draw: DrawFn, rank: int | None) -> Alpha:
-    form, dtype = draw(sampled_from(ALPHA_FORMS)), draw(sampled_from(ALPHA_DTYPES))
-    if form == "absent":
-        return Alpha()
-    if rank is None:
-        return Alpha(form, draw(sampled_from(IGNORED_ALPHAS)), dtype)
-    whole = (float(rank), 1.0, 2.0 * rank, 7.0)
-    return Alpha(form, draw(sampled_from(whole if dtype == "i64" else (*whole, rank / 2, 0.7))), dtype)
-
-
-@composite
-def _exact(draw: DrawFn, bare: list[Adapter]) -> list[Adapter]:
-    """The adapters with alphas and strengths that keep every sum exact in bf16."""
-    gains = draw(sampled_from(_exact_gains(bare)))
-    return [draw(_exact_adapter(adapter, gain)) for adapter, gain in zip(bare, gains, strict=True)]
-
-
-@composite
-def _exact_adapter(draw: DrawFn, adapter: Adapter, gain: float) -> Adapter:
-    """``adapter`` with |strength · alpha / rank| = gain, or strength 0."""
-    rank, alpha, scale = factors.rank(adapter), Alpha(), 1.0
-    if rank is None:
-        alpha = draw(_alphas(None))
-    elif (form := draw(sampled_from(ALPHA_FORMS))) != "absent":
-        dtype = draw(sampled_from(ALPHA_DTYPES))
-        scales = [s for s in EXACT_SCALES if gain / s in EXACT_GAINS and (s >= 1 or dtype != "i64")]
-        scale = draw(sampled_from(scales))
-        alpha = Alpha(form, rank * scale, dtype)
-    return replace(adapter, alpha=alpha, strength=draw(sampled_from(SIGNS)) * gain / scale)
-
-
-def _exact_gains(bare: list[Adapter]) -> list[tuple[float, ...]]:
-    """Which gains the adapters may have together: always 1 for all, and what the limit leaves."""
-    limits = [largest_row(adapter) for adapter in bare]
-    return [gains for gains in product(EXACT_GAINS, repeat=len(bare)) if _fits(gains, limits)]
-
-
-def _fits(gains: tuple[float, ...], limits: list[int]) -> bool:
-    total = BASE_NONZEROS + 1 + sum(gain * limit for gain, limit in zip(gains, limits, strict=True))
-    return total < EXACT_LIMIT * min(1.0, *gains)
-
-
-def largest_row(adapter: Adapter) -> int:
-    """The most that the magnitudes in one row of an exact adapter's delta can sum to."""
-    total = 1
-    for name, shape in adapter.factors.items():
-        transposed = name == "lokr_w2_a" and "lokr_t2" in adapter.factors
-        total *= shape[0] if transposed else min(FACTOR_NONZEROS, numel(shape[1:]))
-    return total
 
 
 def _divisors(number: int, limit: int) -> list[int]:

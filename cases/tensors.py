@@ -76,11 +76,19 @@ def special(seed: int, name: str, shape: Shape) -> F64:
     return normal(seed, name, shape) * zero
 
 
-def factor(values: Values, seed: int, name: str, shape: Shape) -> F64:
-    """One factor of an adapter, float64; variance about 1 / in so that products keep their size."""
+def factor(values: Values, seed: int, name: str, shape: Shape, dense: bool = False) -> F64:
+    """One factor of an adapter, float64; variance about 1 / in so that products keep their size.
+
+    Exact ones are sparse, or all ±1 but for some zeros where ``dense``.
+    """
     if values == "exact":
-        return sparse(seed, name, shape, FACTOR_NONZEROS)
+        return signs(seed, name, shape) if dense else sparse(seed, name, shape, FACTOR_NONZEROS)
     return _maker(values)(seed, name, shape) / math.sqrt(max(1, numel(shape[1:])))
+
+
+def magnitude(values: Values, seed: int, name: str, shape: Shape) -> F64:
+    """The magnitudes of a DoRA, float64: 0.5 and more, about the norms that a base weight has."""
+    return 0.5 + np.abs(_maker(values)(seed, name, shape)) / 2
 
 
 def base(values: Values, seed: int, name: str, shape: Shape) -> F64:

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from fulldiff.cases import factors
 from fulldiff.cases import tensors as generator
 from fulldiff.cases.model import Adapter, Case, CaseError, FileRef, Layer, Layout, RuntimeCase, Shape, Values
 from fulldiff.reference.truth import Factors
@@ -63,18 +64,23 @@ def _weight(values: Values, seed: int, shape: Shape) -> generator.F64:
 
 
 def _cast(values: generator.F64, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+    return torch.from_numpy(np.ascontiguousarray(values)).reshape(values.shape).to(dtype)
 
 
 def _adapter(case: Case, body: RuntimeCase, index: int) -> dict[str, Tensor]:
     adapter = body.adapters[index]
     if adapter.source is not None:
         return _alpha(adapter) | read(adapter.source)
-    made = {
-        name: _cast(generator.factor(body.values, case.seed, f"{index}.{name}", shape), DTYPES[adapter.dtype])
-        for name, shape in adapter.factors.items()
-    }
+    made = {name: _cast(_factor(case, body, index, name), DTYPES[adapter.dtype]) for name in adapter.factors}
     return made | _alpha(adapter)
+
+
+def _factor(case: Case, body: RuntimeCase, index: int, name: str) -> generator.F64:
+    adapter, stream = body.adapters[index], f"{index}.{name}"
+    if name == "dora_scale":
+        return generator.magnitude(body.values, case.seed, stream, adapter.factors[name])
+    dense = name in factors.dense(adapter)
+    return generator.factor(body.values, case.seed, stream, adapter.factors[name], dense)
 
 
 def _alpha(adapter: Adapter) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 
 from fulldiff.cases import catalogue, factors
 from fulldiff.cases.catalogue import CATALOGUE, HEAVY, pinned
-from fulldiff.cases.model import DTYPES, Case, CaseError, Kind, RuntimeCase, case_id, decode, encode
-from fulldiff.cases.strategies import EXACT_LIMIT, largest_row, runtime_cases
+from fulldiff.cases.model import DTYPES, Case, CaseError, Kind, Layer, RuntimeCase, case_id, decode, encode
+from fulldiff.cases.scales import EXACT_LIMIT, largest_row
+from fulldiff.cases.strategies import runtime_cases
 from fulldiff.cases.tensors import normal, words
 from fulldiff.harness.realise import factors64, module_for, realise
 from fulldiff.reference.layers import apply
@@ -103,14 +105,19 @@ def relative_bound(case: Case) -> float:
     body = runtime(case)
     material = realise(case, body)
     total, unit = material.weight.double().abs(), 1.0
+    bias = torch.zeros(len(total)) if material.bias is None else material.bias.double().abs()
     for spec, adapter in zip(body.adapters, factors64(body, material), strict=True):
         gain = abs(adapter.strength * TRUTH.scale(adapter))
         assert gain == 0 or (math.frexp(gain)[0] == 0.5 and 0.25 <= gain <= 2)
         size = replace(adapter, tensors={name: t.abs() for name, t in adapter.tensors.items()})
-        product = TRUTH.product(size, total.shape)
+        rows = TRUTH.rows(adapter, total)
+        product = TRUTH.product(size, total[rows].shape)
         assert float(product.flatten(1).sum(1).max()) <= largest_row(spec)
-        total, unit = total + gain * product, min(unit, gain or unit)
-    bias = None if material.bias is None else material.bias.double().abs()
+        total[rows] += gain * product
+        unit = min(unit, gain or unit)
+        if "diff_b" in size.tensors:
+            bias[rows] += abs(adapter.strength) * size.tensors["diff_b"]
+            unit = min(unit, abs(adapter.strength) or unit)
     y = apply(body.layer, total, bias, torch.ones(body.input.shape, dtype=torch.float64))
     return float(y.max()) / unit if y.numel() else 0.0
 
@@ -171,7 +178,27 @@ def features(body: RuntimeCase) -> set[str]:
         "both factored": {"lokr_w1_a", "lokr_w2_a"} <= names,
         "tucker": "lokr_t2" in names,
         "mid": "lora_mid.weight" in names,
-        "flat": bool(layer.kernel) and len(first.factors.get("lokr_w2", (0, 0, 0))) == 2,
+        "flat": bool(layer.kernel) and any(len(a.factors.get("lokr_w2", (0, 0, 0))) == 2 for a in body.adapters),
+        "loha": first.kind == "loha" and "hada_t1" not in names,
+        "tucker loha": "hada_t1" in names,
+        "diff": "diff" in names,
+        "diff and bias": {"diff", "diff_b"} <= names,
+        "bias delta alone": names == {"diff_b"},
+        "bias delta without bias": "diff_b" in names and not layer.bias,
+        "lora with bias delta": {"lora_up.weight", "diff_b"} <= names,
+        "scale tensor": "scale" in names,
+        "scale tensor and alpha": "scale" in names and first.alpha.form != "absent",
+        "dora lora": {"lora_up.weight", "dora_scale"} <= names,
+        "dora lokr": {"lokr_w2", "dora_scale"} <= names,
+        "dora loha": {"hada_w1_a", "dora_scale"} <= names,
+        "dora in one dimension": len(first.factors.get("dora_scale", ())) == 1,
+        "dora per input": first.factors.get("dora_scale", (0,))[0] == 1 < layer.out,
+        "dora on a square layer": "dora_scale" in names and layer.out == layer.inp > 1,
+        "two kinds": len({a.kind for a in body.adapters}) > 1,
+        "fused": first.rows is not None,
+        "fused, first part absent": first.rows is not None and min(a.rows[0] for a in body.adapters if a.rows) > 0,
+        "fused, middle part absent": _has_gap(body),
+        "a part and the whole": len({a.rows is None for a in body.adapters}) == 2,
         "rank 1": rank == 1,
         "rank is vp": first.factors.get("lokr_w2_a", (0, 1))[0] == rank,
         "rank is not vp": first.factors.get("lokr_w2_a", (rank,))[0] != rank,
@@ -182,11 +209,24 @@ def features(body: RuntimeCase) -> set[str]:
     return {name for name, present in found.items() if present} | set(tags)
 
 
+def _has_gap(body: RuntimeCase) -> bool:
+    """Some part between two adapted ones is not adapted."""
+    filled = {row for a in body.adapters if a.rows for row in range(*a.rows)}
+    return bool(filled) and max(filled) - min(filled) >= len(filled)
+
+
 @pytest.fixture(scope="module")
 def frequencies() -> Counter[str]:
     """How many of 2,000 generated cases have each feature."""
     return Counter(f for case in drawn(runtime_cases(), 2000) for f in features(runtime(case)))
 
+
+NEW_KINDS = (
+    *("loha", "tucker loha", "diff", "diff and bias", "bias delta alone", "bias delta without bias"),
+    *("lora with bias delta", "scale tensor", "scale tensor and alpha", "dora lora", "dora lokr", "dora loha"),
+    *("dora in one dimension", "dora per input", "dora on a square layer", "two kinds", "fused"),
+    *("fused, first part absent", "fused, middle part absent", "a part and the whole"),
+)
 
 ALWAYS_SEEN = """groups depthwise 1x1 strided_convolution dilated no_bias empty expanding contracting
 one_vector three_leading two_adapters three_adapters strength_0 negative_strength other_dtype
@@ -196,9 +236,34 @@ linear conv1d conv2d conv3d zeros reflect replicate circular contiguous transpos
 channels_last f64 f32 bf16 f16 normal exact special lora lokr"""
 
 
-@pytest.mark.parametrize("feature", ALWAYS_SEEN.replace("_last", "?last").split())
+@pytest.mark.parametrize("feature", [*ALWAYS_SEEN.replace("_last", "?last").split(), *NEW_KINDS])
 def test_every_feature_is_drawn(feature: str, frequencies: Counter[str]) -> None:
     assert frequencies[feature.replace("_", " ").replace("?", "_")] >= 3
+
+
+def test_exact_lohas_are_seldom_zero() -> None:
+    """A Hadamard product of two sparse ones would be."""
+    cases = drawn(runtime_cases(kinds=("loha",), values=("exact",), extras=()), 200)
+    deltas = [
+        TRUTH.product(factors64(runtime(c), realise(c, runtime(c)))[0], runtime(c).layer.weight_shape) for c in cases
+    ]
+    assert sum(bool(delta.any()) for delta in deltas) > 0.9 * len(deltas)
+
+
+def test_a_dora_is_never_exact() -> None:
+    case = next(
+        c for c in drawn(runtime_cases(values=("normal",)), 200) if "dora_scale" in runtime(c).adapters[0].factors
+    )
+    with pytest.raises(CaseError, match="values = exact with dora_scale"):
+        msgspec.structs.replace(runtime(case), values="exact")
+
+
+def test_rows_beyond_the_layer_are_refused() -> None:
+    with pytest.raises(CaseError, match=r"rows = \(2, 9\)"):
+        body = runtime(CATALOGUE["d1-low-rank"])
+        msgspec.structs.replace(
+            body, layer=Layer("linear", 8, 21), adapters=(msgspec.structs.replace(body.adapters[0], rows=(2, 9)),)
+        )
 
 
 def test_the_arguments_restrict_what_is_drawn() -> None:
