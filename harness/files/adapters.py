@@ -46,16 +46,15 @@ def adapters(module: Module, place: Place, header: Header, declared: Declared) -
         Refusal: one of them does not fit; then none is to be used.
     """
     check_magnitude(module, declared)
-    kinds = sorted(module.kinds, key=lambda kind: kind == "diff")
-    if len(kinds) > 1 and "diff" not in module.tensors:
-        kinds.remove("diff")
-    if len(kinds) > 1 and kinds[1] != "diff":
-        raise Refusal(f"{' and '.join(kinds)} factors share one name: which of them alpha means is unknown")
-    for kind in kinds:
-        extra = EXTRAS if kind == kinds[0] else ()
-        names = {f: n for f, n in module.tensors.items() if f in (*KIND_FACTORS[kind], *extra)}
-        if not extra:
-            names.pop("diff_b", None)
+    products = [kind for kind in module.kinds if kind != "diff"]
+    shared = [factor for factor in EXTRAS if factor in module.tensors]
+    if len(products) > 1 and shared:
+        raise Refusal(f"{' and '.join(products)} factors share one name: which of them {shared[0]} means is unknown")
+    alone = ["diff"] if "diff" in module.tensors or not products else []
+    for kind in (*products, *alone):
+        extras = EXTRAS if kind == (*products, *alone)[0] else ()
+        own = [factor for factor in KIND_FACTORS[kind] if factor != "diff_b"]
+        names = {factor: name for factor, name in module.tensors.items() if factor in (*own, *extras)}
         yield adapter(kind, names, module, place, header, declared)
 
 

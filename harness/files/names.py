@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Style = Literal["lycoris", "diffusers", "peft", "xlabs", "positional", "any"]
+Style = Literal["lycoris", "diffusers", "linear layer", "peft", "xlabs", "positional", "any"]
 Family = Literal["kohya", "lycoris", "diffusers", "peft", "comfyui", "xlabs", "cloneofsimo"]
 Component = Literal["unet", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3", "other"]
 
@@ -28,7 +28,8 @@ PATTERNS: tuple[tuple[Style, str], ...] = (
     ("positional", r"(?P<module>(?:unet|text_encoder):\d+):(?P<factor>up|down)"),
     ("xlabs", r"(?P<module>.*\bprocessor\.(?:qkv|proj)_lora\d?)\.(?P<factor>up|down)\.weight"),
     ("diffusers", r"(?P<module>.+\.processor\.\w+?)_lora\.(?P<factor>up|down)\.weight"),
-    ("diffusers", r"(?P<module>.+)\.lora(?:_linear_layer)?\.(?P<factor>up|down)\.weight"),
+    ("diffusers", r"(?P<module>.+)\.lora\.(?P<factor>up|down)\.weight"),
+    ("linear layer", r"(?P<module>.+)\.lora_linear_layer\.(?P<factor>up|down)\.weight"),
     ("peft", rf"(?P<module>.+)\.lora_(?P<factor>A|B){NAME}(?:\.weight)?"),
     ("peft", rf"(?P<module>.+)\.(?P<factor>lora_magnitude_vector){NAME}(?:\.weight)?"),
     ("any", r"(?P<module>.+)\.(?P<factor>magnitude)"),
