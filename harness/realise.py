@@ -93,12 +93,17 @@ def _alpha(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def read(source: FileRef) -> dict[str, Tensor]:
-    """The tensors that ``source`` names, by factor, in the file's dtypes."""
+    """The tensors that ``source`` names, by factor, in the file's dtypes; fp8 as f32, which holds it exactly."""
     with safe_open(source.path, framework="pt") as file:
         keys = set(file.keys())
         if absent := sorted(set(source.tensors.values()) - keys):
             raise CaseError(f"{source.path}: no tensor {', '.join(absent)}; was the file changed since?")
-        return {factor: file.get_tensor(name) for factor, name in source.tensors.items()}
+        return {factor: widened(file.get_tensor(name)) for factor, name in source.tensors.items()}
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """An fp8 tensor in f32: nothing computes in fp8. Any other as it is."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
 def lay_out(x: Tensor, layout: Layout) -> Tensor:
