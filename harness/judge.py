@@ -47,15 +47,16 @@ def judge(case: Case, subject: Subject, stage: Report) -> Judgement:
         claims += [*compare(name, small.body, small.material, subject, small.of(got)), intact]
     stage("memory")
     claims += memory(case.body, material, subject)
-    return conclude(claims, material.digest())
+    module = module_for(case.body.layer, material.weight, material.bias)
+    return conclude(claims, material.digest(), subject.remark(module, loaded(case.body, material)))
 
 
-def conclude(claims: Sequence[Claim], digest: str) -> Judgement:
+def conclude(claims: Sequence[Claim], digest: str, remark: str = "") -> Judgement:
     """Not finite before wrong before passed; the claim shown is a broken one, else the tightest."""
     broken = [claim for claim in claims if not claim.holds]
     shown = broken[0] if broken else max(claims, key=lambda claim: claim.used)
     outcome: Outcome = "passed" if not broken else "not finite" if shown.got in ("nan", "inf", "-inf") else "wrong"
-    return Judgement(outcome, digest, claim=shown, used=max(c.used for c in claims))
+    return Judgement(outcome, digest, claim=shown, used=max(c.used for c in claims), message=remark)
 
 
 def observe(body: RuntimeCase, material: Material, subject: Subject) -> tuple[Tensor, Claim]:

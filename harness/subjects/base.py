@@ -65,6 +65,10 @@ class Subject(ABC):
         """
         return None
 
+    def remark(self, module: nn.Module, adapters: Sequence[Adapter]) -> str:
+        """What the result should say of how these adapters were applied: a fallback, for one. Else empty."""
+        return ""
+
 
 def replace_forward(module: nn.Module, forward: Forward) -> Detach:
     """Make ``module(x)`` call ``forward``; the returned undo puts back what was there."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fulldiff.harness.subjects import contraction, factors
+from fulldiff.harness.subjects import contraction, factors, fallback
 from fulldiff.harness.subjects.base import Adapter, Detach, Subject, Unsupported, replace_forward
 from fulldiff.harness.subjects.contraction import Step
 
@@ -33,7 +33,7 @@ CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 
 class RuntimeLokr(Subject):
-    """LoKr in every form, LoRA and LoCon on Linear and Conv layers; anything else is Unsupported."""
+    """LoKr in every form, LoRA, LoCon and LoHa on Linear and Conv layers; DoRA and diffs by `fallback`."""
 
     def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
         if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -49,19 +49,24 @@ class RuntimeLokr(Subject):
 
         return replace_forward(module, forward)
 
+    def remark(self, module: nn.Module, adapters: Sequence[Adapter]) -> str:
+        whole = {fallback.why_materialised(module, adapter) for adapter in adapters if adapter.strength} - {""}
+        return f"materialised: {', '.join(sorted(whole))}" if whole else ""
+
     def promised_bytes(self, module: nn.Module, adapters: Sequence[Adapter], x: Tensor) -> int | None:
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) or not all(map(fallback.is_plain, adapters)):
             return None
         copy = 0 if _rows_of(x).data_ptr() == x.data_ptr() else x.numel()
-        works = [branch.workspace(x) for branch in branches_of(module, adapters)]
+        works = [branch.workspace(x) for branch in branches_of(module, adapters) if isinstance(branch, Branch)]
         return x.element_size() * max((copy + work for work in works), default=0)
 
 
-def branches_of(module: nn.Module, adapters: Sequence[Adapter]) -> list[Branch]:
-    """One branch per adapter whose strength is not 0."""
+def branches_of(module: nn.Module, adapters: Sequence[Adapter]) -> list[fallback.AnyBranch]:
+    """The branches of the adapters whose strength is not 0: a `Branch` for each plain LoRA or LoKr."""
     for adapter in adapters:
         factors.check(adapter)
-    return [Branch.make(module, adapter) for adapter in adapters if adapter.strength]
+    active = [adapter for adapter in adapters if adapter.strength]
+    return [branch for adapter in active for branch in fallback.branches(module, adapter, Branch.make)]
 
 
 @dataclass(frozen=True)
