@@ -88,20 +88,15 @@ def measure(
         Worker(threads=threads) as worker,
         Progress(console=console, disable=not console.is_terminal) as progress,
     ):
-        environment = conform.environment(worker)
-        store = Store(path)
-        if environment not in store.lines:
-            store.close()
-            path.unlink()
-            store = Store(path)
-            store.add(environment)
+        environment = conform.environment(worker, WAYS[-1])
+        store = Store.begin(path, environment)
         known = store.cells()
         for labels, case in progress.track(plan, description="measure"):
             if case_id(case) not in known:
                 cell = _measure(worker, labels, case, seconds)
                 store.add(cell)
         cells = store.cells()
-        store.close()
+        store.finish()
     shutil.copyfile(path, out / "cpu.jsonl")
     return [cells[case_id(case)] for _, case in plan], environment
 
@@ -131,12 +126,14 @@ def check_file(file: Match, out: Path, console: Console) -> list[Result]:
 
 
 def _check(cases: dict[str, Case], label: str, out: Path, console: Console) -> list[Result]:
-    store = Store(out / "runs" / "layers.jsonl")
     with Worker(threads=2) as worker, Progress(console=console, disable=not console.is_terminal) as progress:
+        store = Store.begin(
+            out / "runs" / f"{label.replace(' ', '-')}.jsonl", conform.environment(worker, "runtime-lokr")
+        )
         engine = Engine(store, worker, "runtime-lokr")
         tracked = progress.track(cases.items(), description=label)
         results = [engine.observe(case, name) for name, case in tracked]
-    store.close()
+    store.finish()
     for result in results:
         if result.judgement.outcome not in FINE:
             console.print(f"FAILED {result.name}\n{conform.describe(result)}", markup=False)

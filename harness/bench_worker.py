@@ -13,7 +13,6 @@ from fulldiff.cases.model import BenchCase, Case, RuntimeCase
 from fulldiff.harness.backends import cpu
 from fulldiff.harness.judge import compare, conclude, loaded
 from fulldiff.harness.part import part_of
-from fulldiff.harness.protocol import Request
 from fulldiff.harness.realise import Material, module_for, realise
 from fulldiff.harness.subjects.names import NO_ADAPTER
 from fulldiff.harness.subjects.registry import subject
@@ -25,22 +24,22 @@ MIN_SAMPLE = 0.002
 Call = Callable[[], Any]
 
 
-def run(request: Request) -> dict[str, Any]:
+def run(case: Case, seconds: float) -> dict[str, Any]:
     """Samples (seconds of one call), peak bytes and the check of each way.
 
     A block is the ways in order and then in reverse (A B … B A), so that drift falls on all alike.
     """
-    body = request.case.body
-    assert isinstance(body, BenchCase) and request.bench is not None
+    body = case.body
+    assert isinstance(body, BenchCase)
     (_, runtime), *_ = body.steps
-    inner = Case(runtime, request.case.seed)
+    inner = Case(runtime, case.seed)
     material = realise(inner, runtime)
     modules = {way: _attached(runtime, material, way) for way in body.ways}
     with torch.no_grad():
         checks = _checks(runtime, material, modules)
         calls: dict[str, Call] = {way: _call(module, material.x) for way, module in modules.items()}
         peaks = {way: cpu.peak_bytes(call) for way, call in calls.items()}
-        samples = interleave(calls, request.bench)
+        samples = interleave(calls, seconds)
     return {"seconds": samples, "peak_bytes": peaks, "check": checks}
 
 

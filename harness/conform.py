@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import platform
 import tomllib
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,12 +101,9 @@ def conform(
 ) -> Outcome:
     """Run named and generated cases on ``subject``; result lines go to ``folder``, and resume there."""
     name = subject.replace(":", "-").replace("/", "-")
-    store = Store(folder / f"conform-{name}-{seed}.jsonl")
     named = _named(profile) | {e.pinned: named_case(e.pinned) for e in known if e.pinned}
     with Worker(python) as worker, Progress(console=console, disable=not console.is_terminal) as progress:
-        line = environment(worker)
-        if line not in store.lines:
-            store.add(line)
+        store = Store.begin(folder / f"conform-{name}-{seed}.jsonl", environment(worker, subject))
         task = progress.add_task(f"conform {subject}", total=len(named) + profile.examples)
         engine = Engine(store, worker, subject, on_result=lambda _: progress.advance(task))
         results = [engine.observe(case, label) for label, case in named.items()]
@@ -116,7 +115,7 @@ def conform(
         search = Search(engine, profile.examples, profile.seconds, expected=expected)
         found = bad | dict(search.run(runtime_cases(), seed))
     everything = [result for result in store.results() if result.subject == subject]
-    store.close()
+    store.finish()
     paths = save(found, folder / "findings")
     return Outcome(Counter(r.judgement.outcome for r in everything), found, paths, stale(known, everything))
 
@@ -178,7 +177,8 @@ def _named(profile: Profile) -> dict[str, Case]:
     return {name: case for name, case in pinned().items() if profile.heavy or name not in HEAVY}
 
 
-def environment(worker: Worker) -> Environment:
-    """What the worker runs on."""
-    hello = worker.start()
-    return Environment(hello.versions, hello.device, hello.threads, platform.platform())
+def environment(worker: Worker, subject: str) -> Environment:
+    """What the worker runs on, and the code that the subject loads there."""
+    hello, code = worker.start(), worker.code(subject)
+    machine = hashlib.blake2b(uuid.getnode().to_bytes(8, "little"), digest_size=4).hexdigest()
+    return Environment(hello.versions, hello.device, hello.threads, platform.platform(), machine, code)

@@ -59,6 +59,10 @@ class Worker:
             return Judgement("unsupported", message=words, where=BARE)
         return judgement
 
+    def code(self, subject: str) -> str:
+        """A hash of the code under work that the subject loads; empty where it cannot be loaded."""
+        return self.ask(Request(None, subject), START_LIMIT).code
+
     def ask(self, request: Request, limit: float) -> Answer:
         """Send a request and wait; a worker that dies or hangs is an answer too."""
         process = self._started()

@@ -67,16 +67,20 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """The answer to one request: a judgement, or the samples of a bench."""
+    """The answer to one request: a judgement, the samples of a bench, or a hash of the loaded code."""
 
     judgement: Judgement | None = None
     bench: dict[str, Any] | None = None
+    code: str = ""
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Judge ``case`` (or time it, ``bench`` seconds per way at least). ``limit``: seconds, fork mode."""
+    """Judge ``case`` (or time it, ``bench`` seconds per way at least). ``limit``: seconds, fork mode.
 
-    case: Case
+    Without a case: only import the subject, and hash the code that is then loaded.
+    """
+
+    case: Case | None
     subject: str
     bench: float | None = None
     ways: tuple[str, ...] = ()

@@ -22,12 +22,18 @@ class ResultsError(ValueError):
 
 
 class Environment(msgspec.Struct, frozen=True, tag="environment"):
-    """What a run ran on: library versions, device and threads."""
+    """What a run ran on: library versions, device, threads, a machine's id, a hash of the code under work."""
 
     versions: dict[str, str]
     device: str
     threads: int
     platform: str
+    machine: str = ""
+    code: str = ""
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """The last line of a run that came to its end: the next one starts anew."""
 
 
 class Result(msgspec.Struct, frozen=True, tag="result", omit_defaults=True):
@@ -56,7 +62,7 @@ class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
     check: dict[str, Judgement]
 
 
-Line = Environment | Result | Cell
+Line = Environment | Result | Cell | End
 _decoder = msgspec.json.Decoder(Line)
 
 
@@ -70,6 +76,26 @@ class Store:
         self.lines = list(read(path)) if path.exists() else []
         self._results = {line.key: line for line in self.lines if isinstance(line, Result)}
         self._file = path.open("ab", buffering=0)
+
+    @classmethod
+    def begin(cls, path: Path, environment: Environment) -> Store:
+        """Go on with the run in ``path`` if it was interrupted, on this machine with this code; else a new run.
+
+        The lines of an older run are kept beside it, as NAME.previous.jsonl.
+        """
+        store = cls(path)
+        if store.lines and (store.lines[0] != environment or End() in store.lines):
+            store.close()
+            path.replace(path.with_suffix(".previous.jsonl"))
+            store = cls(path)
+        if not store.lines:
+            store.add(environment)
+        return store
+
+    def finish(self) -> None:
+        """Mark the run as complete, and close the file."""
+        self.add(End())
+        self.close()
 
     def find(self, subject: str, backend: str, case: Case) -> Result | None:
         """The line of this case, if it has been run."""

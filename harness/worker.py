@@ -8,10 +8,13 @@ a crash costs milliseconds; no parallel torch operation ever runs in the parent.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import os
 import platform
 import signal
 import sys
+import sysconfig
 import time
 import traceback
 from importlib.metadata import version
@@ -59,8 +62,11 @@ def answer(channel: BinaryIO, request: Request) -> Answer:
     """The answer to one request; whatever the subject raises is an outcome."""
     start = time.perf_counter()
     try:
+        if request.case is None:
+            _subject(request.subject)
+            return Answer(code=_code())
         if request.bench is not None:
-            return Answer(bench=bench_worker.run(request))
+            return Answer(bench=bench_worker.run(request.case, request.bench))
         chosen = _subject(request.subject)
         judgement = judge(request.case, chosen, lambda name: _send(channel, Stage(name)))
     except Exception as error:
@@ -107,6 +113,17 @@ def _subject(name: str) -> Subject:
     if name not in _subjects:
         _subjects[name] = subject(name)
     return _subjects[name]
+
+
+def _code() -> str:
+    """A hash of every loaded Python file that is not part of an installation: a subject under work."""
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    state = hashlib.blake2b(digest_size=8)
+    for path in sorted(file for file in files if file.endswith(".py") and not file.startswith(installed)):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            state.update(file.read())
+    return state.hexdigest()
 
 
 def _private_stdout() -> BinaryIO:

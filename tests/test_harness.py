@@ -11,12 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from fulldiff.cases.catalogue import CATALOGUE
 from fulldiff.cases.model import decode, encode
 from fulldiff.cases.strategies import runtime_cases
 from fulldiff.harness.manager import CAN_FORK, Worker
-from fulldiff.harness.results import Result, Store, read
+from fulldiff.harness.protocol import Judgement
+from fulldiff.harness.results import Environment, Result, Store, read
 from fulldiff.harness.search import Engine, Search, save
 
 CASE = CATALOGUE["d1-low-rank"]
@@ -129,3 +131,36 @@ def test_the_manager_never_imports_torch() -> None:
 
 def test_a_case_survives_its_json_form() -> None:
     assert decode(encode(CASE)) == CASE
+
+
+ENVIRONMENT = Environment({"torch": "2"}, "CPU", 1, "Linux", "m", "c")
+
+
+def _begun(path: Path, environment: Environment, finish: bool) -> int:
+    """Results found in the file; then one is added."""
+    store = Store.begin(path, environment)
+    known = len(store.results())
+    store.add(Result(f"id-{known}", "full-diff", "cpu", CASE, Judgement("passed")))
+    store.finish() if finish else store.close()
+    return known
+
+
+def test_only_an_interrupted_run_of_the_same_code_goes_on(tmp_path: Path) -> None:
+    path, other = tmp_path / "run.jsonl", structs.replace(ENVIRONMENT, code="edited")
+    assert _begun(path, ENVIRONMENT, finish=False) == 0
+    assert _begun(path, ENVIRONMENT, finish=True) == 1
+    assert _begun(path, ENVIRONMENT, finish=False) == 0
+    assert sum(isinstance(line, Result) for line in read(tmp_path / "run.previous.jsonl")) == 2
+    assert _begun(path, other, finish=False) == 0
+
+
+def test_an_edited_subject_has_another_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    text = "from fulldiff.harness.subjects.full_diff import FullDiff\nclass Mine(FullDiff):\n    number = {}\n"
+    hashes = []
+    for number in (1, 1, 2):
+        (tmp_path / "mine.py").write_text(text.format(number))
+        with Worker() as worker:
+            hashes.append(worker.code("mine:Mine"))
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert hashes[0]
