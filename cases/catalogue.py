@@ -1,8 +1,9 @@
 """Named cases: known bugs, crash shapes and corners, and every form in every dtype.
 
 D1 … D13 are faults seen at stable-diffusion.cpp's head, the ``nb10`` and ``vulkan`` cases the crashes of
-ggml's backends. A case needs no stored answer: the reference computes it. Each name's tensors come from a
-seed of its own, so that no two cases share values.
+ggml's backends. D11, a delta scaled by an fp8 base's own scale, has no case: a base here is a plain tensor
+of the case's dtype. A case needs no stored answer: the reference computes it. Each name's tensors come from
+a seed of its own, so that no two cases share values.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from importlib.resources import files
+from itertools import product
 from typing import Any, Literal
 
-from fulldiff.cases.factors import lokr, lora
+from msgspec.structs import replace
+
+from fulldiff.cases.factors import diff, dora, loha, lokr, lora, with_bias
 from fulldiff.cases.model import (
     DTYPES,
     SPATIAL_DIMS,
@@ -85,11 +89,29 @@ def _known_bugs() -> Named:
     yield "d7-rank-1-lora", _linear(lora(8, 12, 1, alpha=half), 8, 12, values="exact")
     mid = lora(8, 12, 4, kernel, mid=True, alpha=half)
     yield "d8-locon-mid-stride-2", _conv(mid, _conv_layer("conv2d", 8, 12, stride=2), size=8, values="exact")
-    # A fused qkv with rows of zeros has no form of its own here: this is its k slice, adapted alone.
-    yield "d9-qkv-k-slice", _linear(lora(8, 8, 4, alpha=half), 8, 8, (2, 5), values="exact")
+    for parts in ("q", "k", "qv", "kv"):
+        yield f"d9-qkv-{parts}", _fused(parts, (8, 8, 8))
+        yield f"d9-qkv-unequal-{parts}", _fused(parts, (8, 4, 2))
+    both = (diff((8, 12), strength=0.5), lora(8, 12, 4, alpha=half))
+    yield "d10-diff-and-lora", RuntimeCase(Layer("linear", 8, 12), both, Input((3, 12)), values="exact")
+    biases = (with_bias(diff((8, 12)), 8), with_bias(lora(8, 12, 4), 8))
+    layer = Layer("linear", 8, 12, bias=False)
+    yield "d10-diff-and-lora-with-biases", RuntimeCase(layer, biases, Input((3, 12)), values="exact")
+    for axis, magnitude in (("out", (8, 1)), ("out-1d", (8,)), ("in", (1, 8))):
+        yield f"d12-dora-{axis}", _linear(dora(lora(8, 8, 2, alpha=half), magnitude), 8, 8)
+        square = lokr((2, 4), (4, 2), alpha=half, strength=-0.5)
+        yield f"d12-dora-lokr-{axis}", _linear(dora(square, magnitude), 8, 8)
     for w1_rank in (0, 4):
         tucker = lokr((2, 3), (4, 4), kernel, w1_rank=w1_rank, w2_rank=4, tucker=True, alpha=Alpha("0d", 4.0))
         yield f"d13-tucker-{'w1factored' if w1_rank else 'w1full'}", _conv(tucker, conv, values="exact")
+
+
+def _fused(adapted: str, sizes: tuple[int, int, int]) -> RuntimeCase:
+    """A fused qkv whose ``adapted`` parts have a LoRA each; the rows of the others stay as they are."""
+    starts = dict(zip("qkv", (0, sizes[0], sizes[0] + sizes[1]), strict=True))
+    rows = {name: (starts[name], starts[name] + size) for name, size in zip("qkv", sizes, strict=True)}
+    loras = (lora(rows[name][1] - rows[name][0], 8, 4, alpha=Alpha("0d", 8.0), rows=rows[name]) for name in adapted)
+    return RuntimeCase(Layer("linear", sum(sizes), 8), tuple(loras), Input((2, 5, 8)), values="exact")
 
 
 def _crashes() -> Named:
@@ -120,6 +142,15 @@ def _corners() -> Named:
         "lora-conv1x1-flat",
         _conv(lora(8, 15, 2, (1, 1), flat=True), _conv_layer("conv2d", 8, 15, kernel=1)),
     )
+    yield "bias-delta-alone", _linear(Adapter("diff", {"diff_b": (8,)}, strength=-1.0), 8, 15, values="exact")
+    flat = diff((8, 15), alpha=Alpha("0d", 8.0))
+    yield "diff-conv1x1-flat", _conv(flat, _conv_layer("conv2d", 8, 15, kernel=1), values="exact")
+    # A rank whose square exceeds out · in / (out + in): cheaper made whole than run as a LoRA of rank r².
+    yield "loha-of-high-rank", _linear(loha(8, 15, 5), 8, 15)
+    mixed = (low, loha(8, 15, 2, strength=-1.0), dora(lora(8, 15, 2), (8, 1)), diff((8, 15), strength=0.5))
+    yield "four-kinds", RuntimeCase(Layer("linear", 8, 15), mixed, Input((3, 15)))
+    part = dora(lokr((2, 3), (2, 5), w2_rank=2, rows=(8, 12)), (4, 1))
+    yield "dora-of-a-part", RuntimeCase(Layer("linear", 16, 15), (part,), Input((3, 15)))
     three = (low, lora(8, 15, 4, strength=-1.0), lokr((4, 5), (2, 3), strength=0.5))
     yield "three-adapters", RuntimeCase(Layer("linear", 8, 15), three, Input((3, 15)), values="exact")
 
@@ -153,30 +184,41 @@ def _alphas() -> Named:
 
 
 def _forms() -> Named:
-    """Every form that a kind of layer can have, in every dtype, exact and random."""
+    """Every form that a kind of layer can have, in every dtype, exact (but for DoRA) and random."""
     for kind in ("linear", *CONVOLUTIONS):
         kernel = (3, 2, 2)[: SPATIAL_DIMS[kind]]
-        for form, adapter in _forms_for(kernel):
-            for dtype in DTYPES:
-                for values in FORM_VALUES:
+        for form, adapter in _forms_for(kernel).items():
+            for dtype, values in product(DTYPES, FORM_VALUES):
+                if values != "exact" or "dora_scale" not in adapter.factors:
                     name = f"form-{form}-{kind}-{dtype}-{values}"
-                    yield name, _form_case(kind, kernel, adapter(dtype), dtype, values)
+                    yield name, _form_case(kind, kernel, replace(adapter, dtype=dtype), dtype, values)
 
 
-def _forms_for(kernel: Shape) -> Iterator[tuple[str, Any]]:
-    """Each form's name, and the function that makes its adapter in a dtype."""
-    alpha = Alpha("0d", 1.5)
-    for mid in (False, True) if kernel else (False,):
-        name = "lora-mid" if mid else "locon" if kernel else "lora"
-        yield name, lambda dtype, mid=mid: lora(10, 12, 3, kernel, mid=mid, alpha=alpha, dtype=dtype)
+def _forms_for(kernel: Shape) -> dict[str, Adapter]:
+    """The forms of an adapter for a layer (10, 12, *kernel), by name."""
+    shape, alpha = (10, 12), Alpha("0d", 1.5)
+    plain = lora(*shape, 3, kernel, alpha=alpha)
+    forms = {"locon" if kernel else "lora": plain}
+    if kernel:
+        forms["lora-mid"] = lora(*shape, 3, kernel, mid=True, alpha=alpha)
+        forms["loha-tucker"] = loha(*shape, 2, kernel, tucker=True, alpha=Alpha("0d", 1.0))
     for w1_rank in (0, 3):
         for w2 in ("full", "lowrank", "tucker") if kernel else ("full", "lowrank"):
-            sizes = {"w1_rank": w1_rank, "w2_rank": 0 if w2 == "full" else 3, "tucker": w2 == "tucker"}
-            name = f"w1{'factored' if w1_rank else 'full'}-{w2}"
-            yield (
-                name,
-                lambda dtype, sizes=sizes: lokr((2, 3), (5, 4), kernel, **sizes, alpha=alpha, dtype=dtype),
-            )
+            made = lokr(
+                (2, 3), (5, 4), kernel, w1_rank=w1_rank, w2_rank=0 if w2 == "full" else 3, tucker=w2 == "tucker",
+                alpha=alpha,
+            )  # fmt: skip
+            forms[f"w1{'factored' if w1_rank else 'full'}-{w2}"] = made
+    forms["loha"] = loha(*shape, 2, kernel, alpha=Alpha("0d", 1.0))
+    forms["diff"], forms["diff-bias"] = diff((*shape, *kernel)), with_bias(diff((*shape, *kernel)), 10)
+    forms["lora-bias"] = with_bias(plain, 10)
+    forms["lora-scale"] = replace(plain, factors={**plain.factors, "scale": ()})
+    ones = (1,) * len(kernel)
+    for axis, magnitude in (("out", (10, 1, *ones)), ("out-1d", (10,)), ("in", (1, 12, *ones))):
+        forms[f"dora-{axis}"] = dora(plain, magnitude)
+    forms["dora-lokr"] = dora(forms["w1full-full"], (10, 1, *ones))
+    forms["dora-loha"] = dora(forms["loha"], (10, 1, *ones))
+    return forms
 
 
 def _form_case(kind: Kind, kernel: Shape, adapter: Adapter, dtype: DType, values: Values) -> RuntimeCase:

@@ -1,4 +1,7 @@
-"""`fulldiff faults`: every named fault run as a subject on exact cases until the suite flags it."""
+"""`fulldiff faults`: every named fault run as a subject until the suite flags it.
+
+On exact cases, but for DoRA's: a quotient by a norm is not exact, so they are hunted in f32 with its budget.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from hypothesis.strategies import SearchStrategy
 from rich.console import Console
 from rich.progress import Progress
 
+from fulldiff.cases.model import Case
 from fulldiff.cases.strategies import runtime_cases
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.results import Store
 from fulldiff.harness.search import Engine, Search
 
 EXAMPLES = 2000
+DORA = "dora-"
 
 
 @dataclass(frozen=True)
 class Flagged:
-    """How one fault was found: cases run, seconds, and the smallest case that shows it."""
+    """How one fault was found: on which values, after how many cases and seconds, the smallest that shows it."""
 
     fault: str
+    values: str
     cases: int
     seconds: float
     smallest: str
 
 
 def run(names: list[str], folder: Path, seed: int, seconds: float, console: Console) -> list[Flagged]:
-    """Search with exact cases for each fault, ``seconds`` at most; an empty ``smallest``: not found."""
+    """Search for each fault, ``seconds`` at most; an empty ``smallest``: not found."""
     rows = []
     with Worker() as worker, Progress(console=console, disable=not console.is_terminal) as progress:
         worker.start()
@@ -38,12 +45,20 @@ def run(names: list[str], folder: Path, seed: int, seconds: float, console: Cons
             path.unlink(missing_ok=True)
             store, start = Store(path), time.monotonic()
             search = Search(Engine(store, worker, f"fault:{name}"), EXAMPLES, seconds, 1.0, first_only=True)
-            found = search.run(runtime_cases(values=("exact",)), seed)
+            values, cases_of = _strategy(name)
+            found = search.run(cases_of, seed)
             cases = search.first_after or len(store.results())
             smallest = min((r.id for r in found.values()), key=len, default="")
-            rows.append(Flagged(name, cases, time.monotonic() - start, smallest))
+            rows.append(Flagged(name, values, cases, time.monotonic() - start, smallest))
             store.close()
     return rows
+
+
+def _strategy(name: str) -> tuple[str, SearchStrategy[Case]]:
+    """Which values show a fault, in words, and the cases with them."""
+    if name.startswith(DORA):
+        return "normal, f32", runtime_cases(values=("normal",), dtypes=("f32",))
+    return "exact", runtime_cases(values=("exact",))
 
 
 def markdown(rows: list[Flagged], docs: dict[str, str]) -> str:
@@ -52,6 +67,7 @@ def markdown(rows: list[Flagged], docs: dict[str, str]) -> str:
         {
             "fault": row.fault,
             "what it does": docs[row.fault],
+            "values": row.values,
             "flagged": "yes" if row.smallest else "NO",
             "cases until flagged": row.cases,
             "smallest case": f"`{row.smallest}`",
@@ -61,8 +77,9 @@ def markdown(rows: list[Flagged], docs: dict[str, str]) -> str:
     found = sum(bool(row.smallest) for row in rows)
     total = sum(row.seconds for row in rows)
     head = (
-        "# Named faults\n\nEach known wrong way to compute, run as a subject on generated *exact* cases "
-        f"(error budget 0): {found} of {len(rows)} flagged, {total:.0f} s in all, shrinking included.\n"
-        "Written by `fulldiff faults`.\n\n"
+        "# Named faults\n\nEach known wrong way to compute, run as a subject on generated cases: "
+        f"{found} of {len(rows)} flagged, {total:.0f} s in all, shrinking included.\n"
+        "Exact values leave a correct subject no error at all; DoRA divides by a norm, so its faults are hunted\n"
+        "with normal values in f32 and the budget of rounding. Written by `fulldiff faults`.\n\n"
     )
     return str(head + frame.to_markdown(index=False) + "\n")

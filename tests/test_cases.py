@@ -313,7 +313,7 @@ def test_catalogue_ids_are_unique() -> None:
     assert len({case_id(case) for case in pinned().values()}) == len(pinned())
 
 
-@pytest.mark.parametrize("number", [*range(1, 10), 13])
+@pytest.mark.parametrize("number", [*range(1, 11), 12, 13])
 def test_every_known_bug_has_a_case(number: int) -> None:
     assert any(name.startswith(f"d{number}-") for name in CATALOGUE)
 
@@ -325,8 +325,11 @@ def test_every_form_is_in_the_catalogue(kind: Kind, dtype: str, values: str) -> 
     pattern = re.compile(f"form-(.*)-{kind}-{dtype}-{values}")
     forms = {found[1] for name in CATALOGUE if (found := pattern.fullmatch(name))}
     linear = {"lora", "w1full-full", "w1full-lowrank", "w1factored-full", "w1factored-lowrank"}
-    convolution = linear - {"lora"} | {"locon", "lora-mid", "w1full-tucker", "w1factored-tucker"}
-    assert forms == (linear if kind == "linear" else convolution)
+    linear |= {"loha", "diff", "diff-bias", "lora-bias", "lora-scale"}
+    if values == "normal":
+        linear |= {"dora-out", "dora-out-1d", "dora-in", "dora-lokr", "dora-loha"}
+    tucker = {"lora-mid", "w1full-tucker", "w1factored-tucker", "loha-tucker"}
+    assert forms == (linear if kind == "linear" else linear - {"lora"} | {"locon"} | tucker)
 
 
 def test_catalogue_cases_are_valid() -> None:
