@@ -60,23 +60,29 @@ def fold(family: Writer, piece: Piece[Tensor]) -> Piece[Tensor]:
     if family in KEEP_ALPHA:
         return scale_as_alpha(known)
     if family == "peft" and piece.kind == "lora":
-        return replace(known, tensors=_without_numbers(known.tensors), alpha=scale_of(piece) * (rank or 1))
+        return replace(known, tensors=_without_numbers(known.tensors), alpha=finite_scale(piece) * (rank or 1))
     return scaled(known)
 
 
 def scaled(piece: Piece[Tensor]) -> Piece[Tensor]:
-    """The piece with its scale multiplied into one factor, and no alpha.
-
-    Raises:
-        UnspellableError: the scale is no finite number.
-    """
-    scale, tensors = scale_of(piece), _without_numbers(piece.tensors)
-    if not math.isfinite(scale):
-        raise UnspellableError(f"{piece.rows[0].name}: a scale of {scale} cannot be folded; write kohya")
+    """The piece with its scale multiplied into one factor, and no alpha."""
+    scale, tensors = finite_scale(piece), _without_numbers(piece.tensors)
     carrier = next((name for name in CARRIERS.get(piece.kind, ()) if name in tensors), None)
     if carrier is not None and scale != 1:
         tensors[carrier] = (tensors[carrier].to(torch.float64) * scale).to(tensors[carrier].dtype)
-    return replace(piece, tensors=tensors)
+    return replace(piece, tensors=tensors, alpha=None)
+
+
+def finite_scale(piece: Piece[Tensor]) -> float:
+    """The piece's scale where it is a number that can be multiplied with.
+
+    Raises:
+        UnspellableError: it is infinite or no number.
+    """
+    scale = scale_of(piece)
+    if not math.isfinite(scale):
+        raise UnspellableError(f"{piece.rows[0].name}: a scale of {scale} cannot be folded; write kohya")
+    return scale
 
 
 def scale_of(piece: Piece[Tensor]) -> float:
@@ -84,9 +90,8 @@ def scale_of(piece: Piece[Tensor]) -> float:
     if "scale" in piece.tensors:
         return float(piece.tensors["scale"].reshape(()))
     rank = rank_of(piece)
-    if "alpha" not in piece.tensors or rank is None:
-        return 1.0
-    return float(piece.tensors["alpha"].reshape(())) / rank
+    alpha = float(piece.tensors["alpha"].reshape(())) if "alpha" in piece.tensors else piece.alpha
+    return 1.0 if alpha is None or rank is None else alpha / rank
 
 
 def rank_of(piece: Piece[Tensor]) -> int | None:
@@ -95,11 +100,11 @@ def rank_of(piece: Piece[Tensor]) -> int | None:
 
 
 def scale_as_alpha(piece: Piece[Tensor]) -> Piece[Tensor]:
-    """A ``scale`` as the alpha that gives it, which every reader knows."""
-    if "scale" not in piece.tensors:
+    """A ``scale``, or an alpha from a config, as the alpha tensor that gives it, which every reader knows."""
+    if "scale" not in piece.tensors and ("alpha" in piece.tensors or piece.alpha is None):
         return piece
     alpha = torch.tensor(scale_of(piece) * (piece.rank or 1), dtype=torch.float64)
-    return replace(piece, tensors=_without_numbers(piece.tensors) | {"alpha": alpha})
+    return replace(piece, tensors=_without_numbers(piece.tensors) | {"alpha": alpha}, alpha=None)
 
 
 def magnitude_for(family: Writer, piece: Piece[Tensor]) -> dict[str, Tensor]:

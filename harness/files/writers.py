@@ -28,7 +28,7 @@ HOLDS: dict[Writer, frozenset[str]] = {
     "diffusers": frozenset((*PAIR, *LOKR, "dora_scale")) - {"lokr_t2"},
     "diffusers-old": frozenset(PAIR),
     "peft": frozenset((*PAIR, *LOKR, *LOHA, "dora_scale")),
-    "comfyui": frozenset((*LORA, *LOKR, *LOHA, *DIFF, "dora_scale", "alpha")),
+    "comfyui": frozenset((*PAIR, *LOKR, *LOHA, *DIFF, "dora_scale")),
     "cloneofsimo": frozenset(PAIR),
 }
 PEFT_SUFFIXES = {
