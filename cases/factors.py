@@ -105,7 +105,7 @@ def transposed(adapter: Adapter) -> set[str]:
 
 def dense(adapter: Adapter) -> set[str]:
     """The factors of a LoHa whose exact values are not sparse: a product of two sparse ones is all zero."""
-    return {"hada_w1_b"} | transposed(adapter) if adapter.kind == "loha" else set()
+    return {"hada_w1_b", "hada_t1"} | transposed(adapter) if adapter.kind == "loha" else set()
 
 
 def factorization(size: int, factor: int) -> tuple[int, int]:

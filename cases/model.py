@@ -123,6 +123,8 @@ class RuntimeCase(Value, frozen=True, tag="runtime", tag_field="suite"):
 
     ``checked`` spares a float64 oracle the size of a large layer: not 0, only the first so many output
     channels of every row of w1 are compared (of a LoRA: the first so many); the subject computes all.
+    ``weights`` is where the base's own weight is (``weight.0``, … in row order, ``bias`` likewise); None
+    makes one from the seed.
     """
 
     layer: Layer
@@ -131,6 +133,7 @@ class RuntimeCase(Value, frozen=True, tag="runtime", tag_field="suite"):
     dtype: DType = "f32"
     values: Values = "normal"
     checked: int = 0
+    weights: FileRef | None = None
 
     def __post_init__(self) -> None:
         for adapter in self.adapters:

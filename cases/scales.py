@@ -87,8 +87,9 @@ def largest_row(adapter: Adapter) -> int:
     """The most that the magnitudes in one row of an exact adapter's delta can sum to."""
     total = 1 if adapter.factors.keys() - {"diff_b"} else 0
     for name, shape in adapter.factors.items():
-        # Of a LoHa's first product the elements count, and b's are at most 1.
-        if name not in ("diff_b", "scale", "hada_w1_b"):
-            rows = name not in factors.transposed(adapter)
-            total *= min(FACTOR_NONZEROS, numel(shape[1:])) if rows else shape[0]
+        # Of a LoHa's first product the elements count: b's are at most 1, the core's are summed over one rank.
+        if name == "hada_t1" or name in factors.transposed(adapter):
+            total *= shape[0]
+        elif name not in ("diff_b", "scale", "hada_w1_b"):
+            total *= min(FACTOR_NONZEROS, numel(shape[1:]))
     return total

@@ -41,7 +41,7 @@ Split = tuple[int, int, int, int]
 
 MAX_FACTOR = 7
 MAX_RANK = 5
-MAX_TUCKER_LOHA_RANK = 3
+MAX_TUCKER_LOHA_RANK = 2
 MAX_GROUPS = 4
 MAX_EXTRA = 4
 
@@ -78,8 +78,9 @@ def _cases(
     extras: tuple[Extra, ...],
 ) -> Case:
     up, uq, vp, vq = draw(st.tuples(*[integers(1, MAX_FACTOR)] * 4))
-    # A square w2 hides swapped axes and factors.
-    vq = vp if draw(integers(0, 3)) == 3 else vq
+    # A square w2 hides swapped axes and factors; a square layer a DoRA's magnitude along the wrong one.
+    square = draw(sampled_from(("neither", "neither", "neither", "w2", "w2", "both")))
+    vq, uq = vp if square != "neither" else vq, up if square == "both" else uq
     kind = draw(sampled_from(KINDS))
     parts = draw(_parts(up * vp)) if "rows" in extras and draw(_rarely) else []
     out = max((end for _, end in parts), default=up * vp)
@@ -182,7 +183,7 @@ def _bare_adapter(draw: DrawFn, kind: str, layer: Layer, split: Split, extras: t
     adapter = draw(_forms(kind, layer.kernel, split, flat))
     if kind == "lora" and "scale" in extras and draw(_rarely):
         adapter = replace(adapter, factors={**adapter.factors, "scale": ()})
-    if kind != "diff" and "dora" in extras and draw(_rarely):
+    if kind != "diff" and "dora" in extras and draw(_sometimes):
         adapter = factors.dora(adapter, draw(_magnitudes(up * vp, uq * vq, layer.kernel)))
     if "diff_b" in extras and draw(_rarely):
         adapter = factors.with_bias(adapter, up * vp)
@@ -216,7 +217,8 @@ def _forms(draw: DrawFn, kind: str, kernel: Shape, split: Split, flat: bool) -> 
 def _magnitudes(out: int, inp: int, kernel: Shape) -> SearchStrategy[Shape]:
     """A DoRA's magnitude per output row (LyCORIS, PEFT) or per input (older LyCORIS)."""
     ones = (1,) * len(kernel)
-    return sampled_from(((out, 1, *ones), (out,), (1, inp, *ones)))
+    shapes = ((out, 1, *ones), (out,), (1, inp, *ones))
+    return sampled_from((*shapes, (out,), (out,)) if out == inp else shapes)
 
 
 def _ranks(size: int) -> SearchStrategy[int]:

@@ -56,9 +56,12 @@ def signs(seed: int, name: str, shape: Shape) -> F64:
 
 
 def sparse(seed: int, name: str, shape: Shape, nonzeros: int) -> F64:
-    """Rows (first axis) of zeros with one to ``nonzeros`` entries ±1; every row has at least one."""
+    """Rows (first axis) of zeros with one to ``nonzeros`` entries ±1; every row has at least one.
+
+    One dimension gives `signs`, and none ±1 (a scale of 0 would hide its adapter).
+    """
     if len(shape) < 2:
-        return signs(seed, name, shape)
+        return signs(seed, name, shape) if shape else np.where(words(seed, name, 0, 1)[0] % 2 == 0, 1.0, -1.0)
     rows, columns = shape[0], numel(shape[1:])
     out = np.zeros((rows, columns))
     w = words(seed, name, 0, rows * nonzeros).reshape(rows, nonzeros)
