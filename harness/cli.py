@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from fulldiff.cases.catalogue import pinned
@@ -22,7 +24,7 @@ from fulldiff.harness.search import FINE
 CONFORMANCE, USAGE, ABSENT, HARNESS = 1, 2, 5, 70
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
-console = Console()
+console, errors = Console(), Console(stderr=True)
 Subject = Annotated[str, typer.Option(help="runtime-lokr, full-diff, fault:NAME or package.module:Name")]
 Python = Annotated[str, typer.Option(help="The interpreter that runs the subject")]
 Out = Annotated[Path, typer.Option(help="The folder for reports; result lines go to its runs/")]
@@ -103,6 +105,46 @@ def faults(out: Out = Path("reports"), seed: int = 1, seconds: float = 20.0) -> 
     if missed:
         console.print(f"not flagged: {', '.join(missed)}")
     raise typer.Exit(CONFORMANCE if missed else 0)
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="An adapter file (safetensors)")],
+    model: Annotated[str, typer.Option(help="sd15, sdxl, flux, zimage, or a checkpoint's path")],
+    subject: Subject = "runtime-lokr",
+    header: Annotated[bool, typer.Option("--header", help="Read the header only; compute nothing")] = False,
+    weights: Annotated[bool, typer.Option("--weights", help="Use the checkpoint's own weights, not made ones")] = False,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the whole report here (- for stdout)")] = None,
+    python: Python = sys.executable,
+    threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
+) -> None:
+    """Say what an adapter file holds, what of it fits a model, and whether a subject applies it right.
+
+    Exit code 1: the subject is wrong on a layer, or does not apply it. 2: the file is only partly usable.
+    """
+    from fulldiff.harness import check as checking
+    from fulldiff.harness import check_report
+
+    report = checking.read(file, model)
+    base = checking.base_of(model)[1] if weights else None
+    if weights and base is None:
+        raise typer.BadParameter(f"--weights: {model} is a table of names and shapes; give a checkpoint's path")
+    if not header:
+        with (
+            Worker(python, threads=threads) as worker,
+            Progress(console=errors, disable=not errors.is_terminal) as progress,
+        ):
+            task = progress.add_task(f"check {file.name}", total=checking.count(report))
+            report = checking.judge(report, worker, subject, base, lambda: progress.advance(task))
+    if as_json:
+        text = json.dumps(check_report.as_json(report), indent=1)
+        print(text) if str(as_json) == "-" else as_json.write_text(text)
+    if str(as_json) != "-":
+        check_report.show(report, console)
+    if any(layer.judgement.outcome == "absent" for layer in report.layers):
+        raise typer.Exit(ABSENT)
+    failed = report.wrong or report.untaken
+    raise typer.Exit(CONFORMANCE if failed else 0 if report.whole else USAGE)
 
 
 @app.command()

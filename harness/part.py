@@ -1,7 +1,8 @@
 """A part of a layer's output channels as a smaller case of its own, for the oracle of large layers.
 
-Output channel i·vp + j depends on w1's row i and w2's row j alone, so the first rows of w2 (of a LoRA's
-up), with all of w1, are a smaller adapter on the same rows of the base weight.
+Each output channel of a LoRA, LoHa or diff depends on its own row of one or two factors; channel i·vp + j
+of a LoKr on w1's row i and w2's row j alone. So the first rows of w2, with all of w1, are a smaller LoKr
+on the same rows of the base weight. A DoRA whose norm runs over the rows has no such part.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from torch import Tensor
 
 from fulldiff.cases.model import RuntimeCase
 from fulldiff.harness.realise import Material
+
+# Factors with a row per output channel, and what holds their rows as columns where it is there.
+ROWS = {"lora_up.weight": "", "hada_w1_a": "hada_t1", "hada_w2_a": "hada_t2", "diff": "", "diff_b": ""}
+W2_ROWS = {"lokr_w2": "", "lokr_w2_a": "lokr_t2"}
 
 
 @dataclass(frozen=True)
@@ -35,33 +40,38 @@ class Part:
 
 
 def part_of(body: RuntimeCase, material: Material, count: int) -> Part:
-    """The first ``count`` channels of each w1 row; the whole layer where it has no such part."""
-    splits = {_rows(t, body.layer.out) for t in material.adapters}
-    parted = any(adapter.rows for adapter in body.adapters)
-    if not count or parted or body.layer.groups > 1 or len(splits) != 1 or None in splits:
-        return Part(body, material, None, body.layer.out)
-    ((up, vp),) = [split for split in splits if split]
-    count = min(count, vp)
-    channels = (torch.arange(up)[:, None] * vp + torch.arange(count)).flatten()
+    """The first ``count`` channels of each w1 row (of the whole, without LoKr); all where there is no such part."""
+    whole = Part(body, material, None, body.layer.out)
+    splits = {_w1_rows(t) for t in material.adapters} - {None}
+    apart = any(adapter.rows for adapter in body.adapters) or any(_norm_over_rows(t) for t in material.adapters)
+    if not count or body.layer.groups > 1 or len(splits) > 1 or apart:
+        return whole
+    up = max((split for split in splits if split), default=1)
+    count = min(count, body.layer.out // up)
+    channels = (torch.arange(up)[:, None] * (body.layer.out // up) + torch.arange(count)).flatten()
     bias = None if material.bias is None else material.bias[channels]
-    adapters = tuple(_cut(t, count) for t in material.adapters)
+    adapters = tuple(_cut(t, channels, count) for t in material.adapters)
     layer = msgspec.structs.replace(body.layer, out=len(channels))
     cut = replace(material, weight=material.weight[channels], bias=bias, adapters=adapters)
     return Part(msgspec.structs.replace(body, layer=layer), cut, channels, body.layer.out)
 
 
-def _rows(t: Mapping[str, Tensor], out: int) -> tuple[int, int] | None:
-    """(rows of w1, rows of w2) of a LoKr, (1, out) of a LoRA, None of any other kind."""
-    if {"dora_scale", "diff_b"} & t.keys():
-        return None
-    if "lora_up.weight" in t:
-        return (1, out)
+def _w1_rows(t: Mapping[str, Tensor]) -> int | None:
     w1 = t.get("lokr_w1", t.get("lokr_w1_a"))
-    return None if w1 is None else (w1.shape[0], out // w1.shape[0])
+    return None if w1 is None else w1.shape[0]
 
 
-def _cut(t: Mapping[str, Tensor], count: int) -> Mapping[str, Tensor]:
-    """The factors with the first ``count`` rows of w2, or of up."""
-    name = next(name for name in ("lora_up.weight", "lokr_w2", "lokr_w2_a") if name in t)
-    transposed = "lokr_t2" in t
-    return {**t, name: t[name][:, :count] if transposed else t[name][:count]}
+def _norm_over_rows(t: Mapping[str, Tensor]) -> bool:
+    magnitude = t.get("dora_scale")
+    return magnitude is not None and (magnitude.dim() < 2 or magnitude.shape[0] == 1)
+
+
+def _cut(t: Mapping[str, Tensor], channels: Tensor, count: int) -> dict[str, Tensor]:
+    """The adapter's tensors for these output channels, the first ``count`` of each w1 row."""
+    first = torch.arange(count)
+    cut = dict(t)
+    for names, rows in ((ROWS, channels), (W2_ROWS, first), ({"dora_scale": ""}, channels)):
+        for name, core in names.items():
+            if name in t:
+                cut[name] = t[name].index_select(1 if core in t else 0, rows)
+    return cut

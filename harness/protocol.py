@@ -66,23 +66,40 @@ class Stage(msgspec.Struct, frozen=True, tag="stage"):
     name: str
 
 
+class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one layer's adapters hold: tensors with NaN or infinity, alpha over rank, size, spike, bytes.
+
+    ``spike`` is σ₁ / ‖ΔW‖ of the largest (1: the delta is a single direction); ``workspace`` the bytes a
+    runtime subject promises for one call, None where it promises none.
+    """
+
+    not_finite: tuple[str, ...] = ()
+    scales: tuple[float, ...] = ()
+    norm: float = 0.0
+    spike: float = 0.0
+    workspace: int | None = None
+
+
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """The answer to one request: a judgement, the samples of a bench, or a hash of the loaded code."""
+    """The answer to one request: a judgement, the samples of a bench, facts of an adapter, a hash of the code."""
 
     judgement: Judgement | None = None
     bench: dict[str, Any] | None = None
+    facts: Facts | None = None
     code: str = ""
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """Judge ``case`` (or time it, ``bench`` seconds per way at least). ``limit``: seconds, fork mode.
 
-    Without a case: only import the subject, and hash the code that is then loaded.
+    Without a case: only import the subject, and hash the code that is then loaded. ``tokens``: also the
+    facts of the case's adapters, the workspace for so many tokens.
     """
 
     case: Case | None
     subject: str
     bench: float | None = None
+    tokens: int = 0
     ways: tuple[str, ...] = ()
     limit: float = 60.0
 

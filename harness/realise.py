@@ -49,12 +49,32 @@ class Material:
 
 def realise(case: Case, body: RuntimeCase) -> Material:
     """All tensors of a runtime case."""
-    layer, values, seed, dtype = body.layer, body.values, case.seed, DTYPES[body.dtype]
-    weight = _cast(_weight(values, seed, layer.weight_shape), dtype)
-    bias = _cast(generator.base(values, seed, "bias", (layer.out,)), dtype) if layer.bias else None
-    adapters = tuple(_adapter(case, body, index) for index in range(len(body.adapters)))
+    values, seed, dtype = body.values, case.seed, DTYPES[body.dtype]
+    weight, bias = _stored_base(body, dtype) if body.weights else _made_base(body, seed, dtype)
+    adapters = realise_adapters(case, body)
     x = _cast(generator.activation(values, seed, "x", body.input.shape), dtype)
     return Material(weight, bias, adapters, lay_out(x, body.input.layout))
+
+
+def realise_adapters(case: Case, body: RuntimeCase) -> tuple[Mapping[str, Tensor], ...]:
+    """The tensors of the case's adapters alone."""
+    return tuple(_adapter(case, body, index) for index in range(len(body.adapters)))
+
+
+def _made_base(body: RuntimeCase, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    layer, values = body.layer, body.values
+    bias = _cast(generator.base(values, seed, "bias", (layer.out,)), dtype) if layer.bias else None
+    return _cast(_weight(values, seed, layer.weight_shape), dtype), bias
+
+
+def _stored_base(body: RuntimeCase, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The base of a checkpoint: the tensors that make up the layer, joined by rows."""
+    assert body.weights is not None
+    stored = read(body.weights)
+    parts = [tensor.to(dtype) for name, tensor in stored.items() if name.startswith("weight.")]
+    biases = [tensor.to(dtype) for name, tensor in stored.items() if name.startswith("bias.")]
+    weight = torch.cat(parts).reshape(body.layer.weight_shape)
+    return weight, torch.cat(biases) if len(biases) == len(parts) else None
 
 
 @lru_cache(maxsize=1)

@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from fulldiff.harness import bench_worker
+from fulldiff.harness.adapter_facts import facts_of
 from fulldiff.harness.backends import cpu
 from fulldiff.harness.judge import judge
 from fulldiff.harness.protocol import (
@@ -68,10 +69,13 @@ def answer(channel: BinaryIO, request: Request) -> Answer:
         if request.bench is not None:
             return Answer(bench=bench_worker.run(request.case, request.bench))
         chosen = _subject(request.subject)
+        facts = facts_of(request.case, chosen, request.tokens) if request.tokens else None
+        if facts and facts.not_finite:
+            return Answer(Judgement("refused", message=f"not finite: {', '.join(facts.not_finite)}"), facts=facts)
         judgement = judge(request.case, chosen, lambda name: _send(channel, Stage(name)))
     except Exception as error:
-        judgement = _raised(error)
-    return Answer(msgspec.structs.replace(judgement, seconds=time.perf_counter() - start))
+        judgement, facts = _raised(error), None
+    return Answer(msgspec.structs.replace(judgement, seconds=time.perf_counter() - start), facts=facts)
 
 
 def _raised(error: Exception) -> Judgement:

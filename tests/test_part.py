@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from fulldiff.cases.factors import lokr, lora
+from fulldiff.cases.factors import diff, dora, loha, lokr, lora, with_bias
 from fulldiff.cases.model import Adapter, Case, Input, Layer, RuntimeCase
 from fulldiff.harness.judge import judge, truth_of
 from fulldiff.harness.part import part_of
@@ -21,7 +21,15 @@ ADAPTERS = {
     "low rank": (LINEAR, lokr((3, 2), (4, 3), w1_rank=1, w2_rank=2)),
     "locon": (CONV, lora(12, 6, 2, (3, 3), mid=True)),
     "tucker": (CONV, lokr((3, 2), (4, 3), (3, 3), w2_rank=2, tucker=True)),
+    "loha": (LINEAR, loha(12, 6, 2)),
+    "tucker loha": (CONV, loha(12, 6, 2, (3, 3), tucker=True)),
+    "diff with bias": (LINEAR, with_bias(diff((12, 6)), 12)),
+    "dora": (LINEAR, dora(lokr((3, 2), (4, 3)), (12, 1))),
+    "dora over the rows": (LINEAR, dora(lora(12, 6, 2), (1, 6))),
 }
+
+
+EXPECTED = {"lora": 2, "loha": 2, "diff": 2, "lokr": 6}
 
 
 def _body(layer: Layer, adapter: Adapter) -> RuntimeCase:
@@ -36,7 +44,7 @@ def test_part_has_the_whole_outputs_channels(layer: Layer, adapter: Adapter) -> 
     part = part_of(body, material, 2)
     whole = truth_of(body, material, subject("full-diff"))
     torch.testing.assert_close(truth_of(part.body, part.material, subject("full-diff")), part.of(whole))
-    assert part.body.layer.out == (2 if adapter.kind == "lora" else 6)
+    assert part.body.layer.out == (12 if adapter.factors.get("dora_scale") == (1, 6) else EXPECTED[adapter.kind])
 
 
 class Broken(Subject):
