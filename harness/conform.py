@@ -35,7 +35,7 @@ class Profile:
 
 
 PROFILES = {
-    "quick": Profile(600, 45, False),
+    "quick": Profile(700, 45, False),
     "ci": Profile(5_000, 600, True),
     "soak": Profile(1_000_000, 8 * 3600, True),
 }
