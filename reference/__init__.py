@@ -1,6 +1,7 @@
 """The truth: what adapter factors mean, computed the slow, obvious way in float64.
 
-Read in this order: `truth` (factors → ΔW → y), `layers` (the base layers), `bounds` (how much error
-rounding alone may cause), `faults` (known wrong ways, each overriding one step of the truth).
+Read in this order: `factors` (an adapter as given), `truth` (factors → ΔW → y), `layers` (the base
+layers), `bounds` (how much error rounding alone may cause), `faults` (known wrong ways, each overriding
+one step of the truth).
 Nothing here imports the rest of fulldiff, and no optimised code ever serves it.
 """
