@@ -120,7 +120,7 @@ def _parts(draw: DrawFn, size: int) -> list[tuple[int, int]]:
 @composite
 def _layers(draw: DrawFn, kind: Kind, out: int, inp: int, groups: int) -> Layer:
     """A layer of ``out`` and ``inp`` (per group) features."""
-    bias = draw(st.booleans())
+    bias = draw(sampled_from((True, False)))
     if kind == "linear":
         return Layer(kind, out, inp, bias=bias)
     largest = 1 if draw(_rarely) else 3
