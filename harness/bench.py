@@ -18,7 +18,7 @@ from fulldiff.cases.tables import TableRow, load_table, tokens
 from fulldiff.harness import bench_report, conform
 from fulldiff.harness.files.match import Match, Target, read
 from fulldiff.harness.manager import Worker
-from fulldiff.harness.protocol import Judgement, Request
+from fulldiff.harness.protocol import Judgement, Measure
 from fulldiff.harness.results import Cell, Environment, Result, Store
 from fulldiff.harness.search import FINE, Engine
 from fulldiff.harness.subjects.names import NO_ADAPTER
@@ -27,7 +27,7 @@ WAYS = (NO_ADAPTER, "full-diff", "runtime-lokr")
 TOKENS = (77, 1024, 4096)
 DTYPES: tuple[DType, ...] = ("f32", "bf16")
 FORMS = {"factor 8, full w2": 0, "factor 8, rank 16": 16}
-FACTOR, SHAPES, LIMIT = 8, 8, 600.0
+FACTOR, SHAPES = 8, 8
 CHECK_TOKENS, CHECK_CHANNELS = 4, 16
 
 
@@ -141,7 +141,7 @@ def _check(cases: dict[str, Case], label: str, out: Path, console: Console) -> l
 
 
 def _measure(worker: Worker, labels: dict[str, object], case: Case, seconds: float) -> Cell:
-    answer = worker.ask(Request(case, "", bench=seconds), LIMIT)
+    answer = worker.ask(Measure(case, seconds))
     if answer.bench is None:
         assert answer.judgement is not None
         return Cell(case_id(case), "cpu", labels, {}, {}, dict.fromkeys(WAYS, answer.judgement))

@@ -18,7 +18,7 @@ from fulldiff.harness.files.checkpoint import checkpoint
 from fulldiff.harness.files.container import Header, read_header
 from fulldiff.harness.files.match import Match, Target, match
 from fulldiff.harness.manager import Worker
-from fulldiff.harness.protocol import Facts, Judgement, Request
+from fulldiff.harness.protocol import Facts, Judge, Judgement
 from fulldiff.harness.search import FINE
 
 # The input of each judgement, and how many channels of each w1 row the oracle computes.
@@ -139,7 +139,7 @@ def judge(report: Report, worker: Worker, subject: str, weights: Header | None, 
 
 def _judge(group: tuple[Target, ...], worker: Worker, subject: str, weights: Header | None) -> Checked:
     case = Case(runtime_case(group, weights), 1)
-    answer = worker.ask(Request(case, subject, tokens=WORKSPACE_TOKENS, limit=LIMIT), LIMIT)
+    answer = worker.ask(Judge(case, subject, WORKSPACE_TOKENS, LIMIT))
     assert answer.judgement is not None
     return Checked(group, answer.judgement, answer.facts or Facts())
 

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from fulldiff.harness.check import SPREAD, WORKSPACE_TOKENS, Checked, Report, outcomes
 from fulldiff.harness.files.match import Target
+from fulldiff.harness.search import FINE
 
 FATES = ("matched", "unmatched", "skipped", "refused")
 # A delta this close to a single direction, of rank above 1, is pointed out.
@@ -32,7 +34,7 @@ def show(report: Report, console: Console) -> None:
 
 def lines(report: Report) -> list[str]:
     """Everything below the tables: what cannot be used and why, what is odd, bytes, and the verdict."""
-    return [*_unused(report), *_odd(report), *_failures(report), *_bytes(report), verdict(report)]
+    return [*_unused(report), *_odd(report), *_tightest(report), *_failures(report), *_bytes(report), verdict(report)]
 
 
 def verdict(report: Report) -> str:
@@ -92,7 +94,7 @@ def _layer(checked: Checked) -> dict[str, Any]:
 
 
 def _parts(report: Report) -> Table:
-    made = Table("part of the model", *(f"tensors {fate}" for fate in FATES))
+    made = Table("tensors of", *FATES, box=SIMPLE)
     for column in made.columns[1:]:
         column.justify = "right"
     for part, fates in report.match.counts.items():
@@ -101,10 +103,8 @@ def _parts(report: Report) -> Table:
 
 
 def _kinds(report: Report) -> Table:
-    made = Table("kind", "modules", "family", "dtype", "rank", "alpha / rank")
-    if report.layers:
-        for title in (report.subject, "budget used", "tightest layer"):
-            made.add_column(title)
+    judged = ("outcome", "budget used") if report.layers else ()
+    made = Table("kind", "modules", "family", "dtype", "rank", "alpha/rank", *judged, box=SIMPLE)
     for column in (1, 4, 5):
         made.columns[column].justify = "right"
     targets = {kind: [t for t in report.match.targets if _kind(t) == kind] for kind in _kinds_of(report)}
@@ -134,13 +134,33 @@ def _described(targets: list[Target]) -> tuple[str, str, str]:
 def _judged(report: Report, targets: list[Target]) -> tuple[str, ...]:
     if not report.layers:
         return ("",)
-    own = {id(target) for target in targets}
-    layers = [c for c in report.layers if any(id(target) in own for target in c.targets)]
+    layers = _layers_of(report, targets)
     scales = [scale for checked in layers for scale in checked.facts.scales]
-    worst = max(layers, key=lambda checked: (checked in report.wrong, checked.judgement.used))
-    used = f"{min(worst.judgement.used, 99.99):.0%}" if worst.judgement.used else "0 %"
     counts = ", ".join(f"{count} {name}" for name, count in outcomes(layers).items())
-    return (_span(scales), counts, used.replace("%", " %").replace("  ", " "), worst.name)
+    return (_span(scales), counts, _share(_worst(layers)))
+
+
+def _layers_of(report: Report, targets: list[Target]) -> list[Checked]:
+    own = {id(target) for target in targets}
+    return [checked for checked in report.layers if any(id(target) in own for target in checked.targets)]
+
+
+def _worst(layers: list[Checked]) -> Checked:
+    return max(layers, key=lambda checked: (checked.judgement.outcome not in FINE, checked.judgement.used))
+
+
+def _share(checked: Checked) -> str:
+    used = checked.judgement.used
+    return "over 9999 %" if used > 99.99 else f"{100 * used:.0f} %"
+
+
+def _tightest(report: Report) -> list[str]:
+    """The layer of each kind where the subject is nearest to its error budget, or farthest beyond it."""
+    if not report.layers:
+        return []
+    groups = {kind: [t for t in report.match.targets if _kind(t) == kind] for kind in _kinds_of(report)}
+    worst = {kind: _worst(_layers_of(report, own)) for kind, own in groups.items()}
+    return [f"worst {kind} layer: {c.name}, {_share(c)} of its error budget" for kind, c in worst.items()]
 
 
 def _unused(report: Report) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -145,6 +146,36 @@ def check(
         raise typer.Exit(ABSENT)
     failed = report.wrong or report.untaken
     raise typer.Exit(CONFORMANCE if failed else 0 if report.whole else USAGE)
+
+
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="An adapter file (safetensors)")],
+    to: Annotated[str, typer.Option(help="kohya, lycoris, diffusers, diffusers-old, peft, comfyui or cloneofsimo")],
+    model: Annotated[str, typer.Option(help="sd15, sdxl, flux or zimage")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write")],
+) -> None:
+    """Write an adapter file under another family's names, and check that every layer's delta is the same."""
+    from fulldiff.harness import convert as converting
+
+    if to not in converting.FAMILIES:
+        raise typer.BadParameter(f"--to {to!r}: use {', '.join(converting.FAMILIES)}")
+    if out.exists():
+        raise typer.BadParameter(f"{out} exists; name another file")
+    with Worker() as worker, Progress(console=errors, disable=not errors.is_terminal) as progress:
+
+        def start(layers: int) -> Callable[[], None]:
+            task = progress.add_task(f"compare {out.name}", total=layers)
+            return lambda: progress.advance(task)
+
+        made = converting.convert(file, model, to, out, worker, start)
+    for name, judgement in made.wrong.items():
+        console.print(f"FAILED {name}: {judgement.message or judgement.claim}", markup=False, highlight=False)
+    for name, reason in made.left_out.items():
+        console.print(f"left out {name}: {reason}", markup=False, highlight=False)
+    state = f"wrote {out}" if not made.wrong else f"{out} NOT written"
+    console.print(f"{state}: {len(made.layers) - len(made.wrong)} of {len(made.layers)} layers have the same delta")
+    raise typer.Exit(CONFORMANCE if made.wrong else 0)
 
 
 @app.command()

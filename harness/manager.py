@@ -20,7 +20,9 @@ from fulldiff.harness.protocol import (
     PROTOCOL,
     Answer,
     Hello,
+    Judge,
     Judgement,
+    LoadCode,
     Message,
     Request,
     Stage,
@@ -61,10 +63,12 @@ class Worker:
 
     def code(self, subject: str) -> str:
         """A hash of the code under work that the subject loads; empty where it cannot be loaded."""
-        return self.ask(Request(None, subject), START_LIMIT).code
+        return self.ask(LoadCode(subject)).code
 
-    def ask(self, request: Request, limit: float) -> Answer:
+    def ask(self, request: Request) -> Answer:
         """Send a request and wait; a worker that dies or hangs is an answer too."""
+        # In fork mode the parent ends a hanging child; the longer limit here is for the parent itself.
+        limit = request.limit * (2 if self.fork else 1)
         process = self._started()
         stage, started = "start", time.monotonic()
         try:
@@ -109,9 +113,7 @@ class Worker:
         self.stop()
 
     def _judge_once(self, case: Case, subject: str) -> Judgement:
-        # In fork mode the parent ends a hanging child; the longer limit here is for the parent itself.
-        limit = self.limit * (2 if self.fork else 1)
-        answer = self.ask(Request(case, subject, limit=self.limit), limit)
+        answer = self.ask(Judge(case, subject, limit=self.limit))
         assert answer.judgement is not None
         return answer.judgement
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fulldiff.cases.model import Case
+from fulldiff.cases.model import Adapter, Case, Shape
 
 PROTOCOL = 1
 # The stage in which torch runs the layer without any adapter.
@@ -81,29 +81,67 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """The answer to one request: a judgement, the samples of a bench, facts of an adapter, a hash of the code."""
+    """The answer to one request: a judgement or what else was asked for; a judgement alone if that failed."""
 
     judgement: Judgement | None = None
     bench: dict[str, Any] | None = None
     facts: Facts | None = None
     code: str = ""
+    written: int = 0
 
 
-class Request(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Judge ``case`` (or time it, ``bench`` seconds per way at least). ``limit``: seconds, fork mode.
+class Judge(msgspec.Struct, frozen=True, omit_defaults=True, tag="judge"):
+    """Judge ``case``; with ``tokens`` also the facts of its adapters, the workspace for so many tokens."""
 
-    Without a case: only import the subject, and hash the code that is then loaded. ``tokens``: also the
-    facts of the case's adapters, the workspace for so many tokens.
-    """
-
-    case: Case | None
+    case: Case
     subject: str
-    bench: float | None = None
     tokens: int = 0
-    ways: tuple[str, ...] = ()
     limit: float = 60.0
 
 
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    """Measure a bench case: at least ``seconds`` of samples."""
+
+    case: Case
+    seconds: float
+    limit: float = 600.0
+
+
+class LoadCode(msgspec.Struct, frozen=True, tag="code"):
+    """Only import the subject, and hash the code that is then loaded."""
+
+    subject: str
+    limit: float = 120.0
+
+
+class Write(msgspec.Struct, frozen=True, tag="write"):
+    """Write the adapter file ``path``, matched to ``model``, anew under the names of ``family``."""
+
+    path: str
+    model: str
+    family: str
+    out: str
+    limit: float = 600.0
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What an adapter of a stored layer (its weight's ``shape``) means for one layer: these ranges of its rows."""
+
+    adapter: Adapter
+    shape: Shape
+    rows: tuple[tuple[int, int], ...] = ()
+
+
+class Compare(msgspec.Struct, frozen=True, tag="compare"):
+    """Whether two files' adapters of one layer have the same sum of deltas, but for rounding to their dtypes."""
+
+    one: tuple[Part, ...]
+    other: tuple[Part, ...]
+    limit: float = 600.0
+
+
+# Each gets one Answer within ``limit`` seconds.
+Request = Judge | Measure | LoadCode | Write | Compare
 Message = Hello | Stage | Answer
 
 

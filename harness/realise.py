@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def _cast(values: generator.F64, dtype: torch.dtype) -> Tensor:
 def _adapter(case: Case, body: RuntimeCase, index: int) -> dict[str, Tensor]:
     adapter = body.adapters[index]
     if adapter.source is not None:
-        return _alpha(adapter) | read(adapter.source)
+        return adapter_tensors(adapter)
     made = {name: _cast(_factor(case, body, index, name), DTYPES[adapter.dtype]) for name in adapter.factors}
     return made | _alpha(adapter)
 
@@ -101,6 +102,12 @@ def _factor(case: Case, body: RuntimeCase, index: int, name: str) -> generator.F
         return generator.magnitude(body.values, case.seed, stream, adapter.factors[name])
     dense = name in factors.dense(adapter)
     return generator.factor(body.values, case.seed, stream, adapter.factors[name], dense)
+
+
+def adapter_tensors(adapter: Adapter) -> dict[str, Tensor]:
+    """A file's adapter: its tensors, and the alpha of its metadata where no tensor gives one."""
+    assert adapter.source is not None
+    return _alpha(adapter) | read(adapter.source)
 
 
 def _alpha(adapter: Adapter) -> dict[str, Tensor]:
@@ -114,11 +121,17 @@ def _alpha(adapter: Adapter) -> dict[str, Tensor]:
 
 def read(source: FileRef) -> dict[str, Tensor]:
     """The tensors that ``source`` names, by factor, in the file's dtypes; fp8 as f32, which holds it exactly."""
-    with safe_open(source.path, framework="pt") as file:
-        keys = set(file.keys())
-        if absent := sorted(set(source.tensors.values()) - keys):
-            raise CaseError(f"{source.path}: no tensor {', '.join(absent)}; was the file changed since?")
-        return {factor: widened(file.get_tensor(name)) for factor, name in source.tensors.items()}
+    file, keys = _opened(source.path, Path(source.path).stat().st_mtime_ns)
+    if absent := sorted(set(source.tensors.values()) - keys):
+        raise CaseError(f"{source.path}: no tensor {', '.join(absent)}; was the file changed since?")
+    return {factor: widened(file.get_tensor(name)) for factor, name in source.tensors.items()}
+
+
+@lru_cache(maxsize=3)
+def _opened(path: str, modified: int) -> tuple[Any, frozenset[str]]:
+    """The open file and its names: reading the header of a large file for every layer would take longest."""
+    file = safe_open(path, framework="pt")
+    return file, frozenset(file.keys())
 
 
 def widened(tensor: Tensor) -> Tensor:

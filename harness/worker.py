@@ -23,18 +23,22 @@ from typing import BinaryIO
 import msgspec
 import torch
 
-from fulldiff.harness import bench_worker
+from fulldiff.harness import bench_worker, rewriting
 from fulldiff.harness.adapter_facts import facts_of
 from fulldiff.harness.backends import cpu
 from fulldiff.harness.judge import judge
 from fulldiff.harness.protocol import (
     PROTOCOL,
     Answer,
+    Compare,
     Hello,
+    Judge,
     Judgement,
+    Measure,
     Message,
     Request,
     Stage,
+    Write,
     describe_exit,
 )
 from fulldiff.harness.subjects.base import Subject
@@ -63,19 +67,34 @@ def answer(channel: BinaryIO, request: Request) -> Answer:
     """The answer to one request; whatever the subject raises is an outcome."""
     start = time.perf_counter()
     try:
-        if request.case is None:
-            _subject(request.subject)
-            return Answer(code=_code())
-        if request.bench is not None:
-            return Answer(bench=bench_worker.run(request.case, request.bench))
-        chosen = _subject(request.subject)
-        facts = facts_of(request.case, chosen, request.tokens) if request.tokens else None
-        if facts and facts.not_finite:
-            return Answer(Judgement("refused", message=f"not finite: {', '.join(facts.not_finite)}"), facts=facts)
-        judgement = judge(request.case, chosen, lambda name: _send(channel, Stage(name)))
+        made = _answer(channel, request)
     except Exception as error:
-        judgement, facts = _raised(error), None
-    return Answer(msgspec.structs.replace(judgement, seconds=time.perf_counter() - start), facts=facts)
+        made = Answer(_raised(error))
+    if made.judgement is None:
+        return made
+    timed = msgspec.structs.replace(made.judgement, seconds=time.perf_counter() - start)
+    return msgspec.structs.replace(made, judgement=timed)
+
+
+def _answer(channel: BinaryIO, request: Request) -> Answer:
+    if isinstance(request, Judge):
+        return _judged(channel, request)
+    if isinstance(request, Measure):
+        return Answer(bench=bench_worker.run(request.case, request.seconds))
+    if isinstance(request, Write):
+        return Answer(written=rewriting.write(request))
+    if isinstance(request, Compare):
+        return Answer(rewriting.compare(request))
+    _subject(request.subject)
+    return Answer(code=_code())
+
+
+def _judged(channel: BinaryIO, request: Judge) -> Answer:
+    chosen = _subject(request.subject)
+    facts = facts_of(request.case, chosen, request.tokens) if request.tokens else None
+    if facts and facts.not_finite:
+        return Answer(Judgement("refused", message=f"not finite: {', '.join(facts.not_finite)}"), facts=facts)
+    return Answer(judge(request.case, chosen, lambda name: _send(channel, Stage(name))), facts=facts)
 
 
 def _raised(error: Exception) -> Judgement:
