@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fulldiff.cases.catalogue import pinned
 from fulldiff.cases.model import CaseError
 from fulldiff.harness import conform as conforming
 from fulldiff.harness.devices import devices as find_devices
 from fulldiff.harness.manager import Worker, WorkerError
 from fulldiff.harness.results import Result, ResultsError
 from fulldiff.harness.search import FINE
+from fulldiff.harness.suites import SUITES
 
 CONFORMANCE, USAGE, ABSENT, HARNESS = 1, 2, 5, 70
 
@@ -42,12 +42,13 @@ def conform(
     out: Out = Path("reports"),
 ) -> None:
     """Check a subject against the full diff on named and generated cases. Run again to resume."""
-    if suite != "runtime":
-        raise typer.BadParameter(f"suite {suite!r}: only runtime can be run so far")
+    if suite not in SUITES:
+        raise typer.BadParameter(f"suite {suite!r}: use one of {', '.join(SUITES)}")
     if profile not in conforming.PROFILES:
         raise typer.BadParameter(f"profile {profile!r}: use {', '.join(conforming.PROFILES)}")
     known = conforming.expectations(subject, expect)
-    outcome = conforming.conform(subject, conforming.PROFILES[profile], seed, out / "runs", python, console, known)
+    chosen = conforming.PROFILES[profile]
+    outcome = conforming.conform(subject, chosen, seed, out / "runs", python, console, known, suite)
     conforming.show(outcome, subject, console)
     if outcome.counts["absent"]:
         raise typer.Exit(ABSENT)
@@ -69,17 +70,16 @@ def replay(case: str, subject: Subject = "runtime-lokr", python: Python = sys.ex
 @app.command(name="list")
 def list_() -> None:
     """List suites, subjects, backends and named cases."""
-    from fulldiff.harness.subjects.names import FAULT, OURS
+    from fulldiff.harness.subjects.names import FAULT
 
-    console.print("suites:   runtime", highlight=False)
-    console.print(
-        f"subjects: {', '.join(OURS)}, {FAULT}NAME (see `fulldiff faults`), package.module:Name",
-        highlight=False,
-    )
+    for name, suite in SUITES.items():
+        console.print(f"suite {name}: {suite.promise}", highlight=False)
+        console.print(f"  subjects: {', '.join(suite.subjects)}, {FAULT}NAME, package.module:Name", highlight=False)
     console.print("backends: cpu (see `fulldiff devices`)", highlight=False)
     console.print("named cases:", highlight=False)
-    for name in pinned():
-        console.print(f"  {name}", highlight=False)
+    for suite in SUITES.values():
+        for name in suite.named():
+            console.print(f"  {name}", highlight=False)
 
 
 @app.command()

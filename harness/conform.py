@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fulldiff.cases.catalogue import HEAVY, pinned
 from fulldiff.cases.model import Case, CaseError, decode
-from fulldiff.cases.strategies import runtime_cases
 from fulldiff.harness.manager import Worker
+from fulldiff.harness.protocol import LoadCode
 from fulldiff.harness.results import Environment, Result, Store
 from fulldiff.harness.search import FINE, Engine, Search, save
+from fulldiff.harness.suites import SUITES, Suite
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,15 @@ def conform(
     python: str,
     console: Console,
     known: Sequence[Expectation] = (),
+    suite: str = "runtime",
 ) -> Outcome:
-    """Run named and generated cases on ``subject``; result lines go to ``folder``, and resume there."""
+    """Run the suite's named and generated cases on ``subject``; result lines go to ``folder``, and resume there."""
     name = subject.replace(":", "-").replace("/", "-")
-    named = _named(profile) | {e.pinned: named_case(e.pinned) for e in known if e.pinned}
+    chosen = SUITES[suite]
+    path = folder / (f"conform-{name}-{seed}.jsonl" if suite == "runtime" else f"conform-{suite}-{name}-{seed}.jsonl")
+    named = _named(chosen, profile) | {e.pinned: named_case(e.pinned) for e in known if e.pinned}
     with Worker(python) as worker, Progress(console=console, disable=not console.is_terminal) as progress:
-        store = Store.begin(folder / f"conform-{name}-{seed}.jsonl", environment(worker, subject))
+        store = Store.begin(path, environment(worker, subject, suite))
         task = progress.add_task(f"conform {subject}", total=len(named) + profile.examples)
         engine = Engine(store, worker, subject, on_result=lambda _: progress.advance(task))
         results = [engine.observe(case, label) for label, case in named.items()]
@@ -113,7 +116,7 @@ def conform(
 
         bad = {f"named case {r.name}": r for r in results if r.judgement.outcome not in FINE and not expected(r)}
         search = Search(engine, profile.examples, profile.seconds, expected=expected)
-        found = bad | dict(search.run(runtime_cases(), seed))
+        found = bad | dict(search.run(chosen.generated(), seed))
     everything = [result for result in store.results() if result.subject == subject]
     store.finish()
     paths = save(found, folder / "findings")
@@ -165,20 +168,21 @@ def describe(result: Result) -> str:
 
 def named_case(name: str) -> Case:
     """A named case, or one read from its JSON file; raises CaseError."""
-    if (case := pinned().get(name)) is not None:
-        return case
+    for suite in SUITES.values():
+        if (case := suite.named().get(name)) is not None:
+            return case
     try:
         return decode(Path(name).read_bytes())
     except OSError as error:
         raise CaseError(f"{name}: {error.strerror}; give a case's JSON file or a name from `fulldiff list`") from error
 
 
-def _named(profile: Profile) -> dict[str, Case]:
-    return {name: case for name, case in pinned().items() if profile.heavy or name not in HEAVY}
+def _named(suite: Suite, profile: Profile) -> dict[str, Case]:
+    return {name: case for name, case in suite.named().items() if profile.heavy or name not in suite.heavy}
 
 
-def environment(worker: Worker, subject: str) -> Environment:
-    """What the worker runs on, and the code that the subject loads there."""
-    hello, code = worker.start(), worker.code(subject)
+def environment(worker: Worker, subject: str, suite: str = "runtime") -> Environment:
+    """What the worker runs on, and the code that the suite's subject loads there."""
+    hello, code = worker.start(), worker.ask(LoadCode(subject, suite)).code
     machine = hashlib.blake2b(uuid.getnode().to_bytes(8, "little"), digest_size=4).hexdigest()
     return Environment(hello.versions, hello.device, hello.threads, platform.platform(), machine, code)

@@ -108,9 +108,10 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
 
 
 class LoadCode(msgspec.Struct, frozen=True, tag="code"):
-    """Only import the subject, and hash the code that is then loaded."""
+    """Only import the suite's subject, and hash the code that is then loaded."""
 
     subject: str
+    suite: str = "runtime"
     limit: float = 120.0
 
 

@@ -137,6 +137,8 @@ def diagnosis(result: Result) -> str:
     if isinstance(body, RuntimeCase):
         names = sorted({_form(adapter.kind, adapter.factors) for adapter in body.adapters})
         forms = f"{' & '.join(names)} on {body.layer.kind}"
+    elif judgement.claim is not None:
+        forms = judgement.claim.name
     return f"{judgement.outcome}: {forms}"
 
 

@@ -18,7 +18,7 @@ import sysconfig
 import time
 import traceback
 from importlib.metadata import version
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
@@ -26,7 +26,6 @@ import torch
 from fulldiff.harness import bench_worker, rewriting
 from fulldiff.harness.adapter_facts import facts_of
 from fulldiff.harness.backends import cpu
-from fulldiff.harness.judge import judge
 from fulldiff.harness.protocol import (
     PROTOCOL,
     Answer,
@@ -41,12 +40,12 @@ from fulldiff.harness.protocol import (
     Write,
     describe_exit,
 )
-from fulldiff.harness.subjects.base import Subject
-from fulldiff.harness.subjects.registry import SubjectError, subject
+from fulldiff.harness.subjects.registry import SubjectError, subject_of
+from fulldiff.harness.suites import SUITES, imported
 
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 LIBRARIES = ("fulldiff", "torch", "safetensors", "numpy")
-_subjects: dict[str, Subject] = {}
+_subjects: dict[tuple[str, str], Any] = {}
 
 
 def main() -> None:
@@ -85,15 +84,17 @@ def _answer(channel: BinaryIO, request: Request) -> Answer:
         return Answer(written=rewriting.write(request))
     if isinstance(request, Compare):
         return Answer(rewriting.compare(request))
-    _subject(request.subject)
+    _subject(request.suite, request.subject)
     return Answer(code=_code())
 
 
 def _judged(channel: BinaryIO, request: Judge) -> Answer:
-    chosen = _subject(request.subject)
+    suite = request.case.suite
+    chosen = _subject(suite, request.subject)
     facts = facts_of(request.case, chosen, request.tokens) if request.tokens else None
     if facts and facts.not_finite:
         return Answer(Judgement("refused", message=f"not finite: {', '.join(facts.not_finite)}"), facts=facts)
+    judge = imported(SUITES[suite].judge)
     return Answer(judge(request.case, chosen, lambda name: _send(channel, Stage(name))), facts=facts)
 
 
@@ -132,10 +133,10 @@ def _wait(child: int, limit: float) -> int | None:
     return None
 
 
-def _subject(name: str) -> Subject:
-    if name not in _subjects:
-        _subjects[name] = subject(name)
-    return _subjects[name]
+def _subject(suite: str, name: str) -> Any:
+    if (suite, name) not in _subjects:
+        _subjects[suite, name] = subject_of(suite, name)
+    return _subjects[suite, name]
 
 
 def _code() -> str:

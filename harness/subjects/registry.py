@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from typing import Any
 
 from fulldiff.harness.subjects.base import Subject
-from fulldiff.harness.subjects.names import FAULT, OURS
+from fulldiff.harness.subjects.names import FAULT
+from fulldiff.harness.suites import SUITES, imported
 
 
 class SubjectError(ValueError):
@@ -13,19 +14,31 @@ class SubjectError(ValueError):
 
 
 def subject(name: str) -> Subject:
-    """The subject called ``name``; raises SubjectError."""
-    if name.startswith(FAULT):
-        from fulldiff.harness.subjects.faulty import Faulty
+    """The subject of the suite ``runtime`` called ``name``; raises SubjectError."""
+    made = subject_of("runtime", name)
+    assert isinstance(made, Subject)
+    return made
 
-        return Faulty(name.removeprefix(FAULT))
-    target = OURS.get(name, name)
-    module, _, attribute = target.partition(":")
+
+def subject_of(suite: str, name: str) -> Any:
+    """The subject called ``name``, an instance of the suite's base class.
+
+    Raises:
+        SubjectError: there is none, or it is no subject of this suite.
+    """
+    known = SUITES[suite]
+    if name.startswith(FAULT):
+        return imported(known.fault)(name.removeprefix(FAULT))
+    target = known.subjects.get(name, name)
+    attribute = target.partition(":")[2]
     if not attribute:
-        raise SubjectError(f"subject {name!r}: use one of {', '.join(OURS)}, fault:NAME or package.module:Name")
+        ours = ", ".join(known.subjects)
+        raise SubjectError(f"subject {name!r}: use one of {ours}, fault:NAME or package.module:Name")
     try:
-        made = getattr(import_module(module), attribute)()
+        made = imported(target)()
     except (ImportError, AttributeError) as error:
         raise SubjectError(f"subject {name!r} cannot be imported: {error}") from error
-    if not isinstance(made, Subject):
-        raise SubjectError(f"subject {name!r}: {attribute} is not a fulldiff Subject (subclass it)")
+    base = imported(known.base)
+    if not isinstance(made, base):
+        raise SubjectError(f"subject {name!r}: {attribute} is not a fulldiff {base.__name__} (subclass it)")
     return made
