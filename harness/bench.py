@@ -85,7 +85,7 @@ def measure(
     # Resumed from runs/, which no clone carries: a committed report is never taken for a measurement.
     path = out / "runs" / "cpu.jsonl"
     with (
-        Worker(threads=threads) as worker,
+        Worker(threads=threads, timed=True) as worker,
         Progress(console=console, disable=not console.is_terminal) as progress,
     ):
         environment = conform.environment(worker, WAYS[-1])

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +17,7 @@ FATES = ("matched", "unmatched", "skipped", "refused")
 # A delta this close to a single direction, of rank above 1, is pointed out.
 SPIKE = 0.95
 SHOWN = 8
+PLAIN: Any = {"box": None, "padding": (0, 2, 0, 0)}
 RANKS = ("lora_down.weight", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
 ALPHAS = {"tensor": "in tensors", "metadata": "in the metadata", "assumed": "absent (assumed: scale 1)"}
 
@@ -26,8 +26,10 @@ def show(report: Report, console: Console) -> None:
     """The whole report, for a person."""
     match = report.match
     console.print(f"{match.path}: {len(report.header.tensors)} tensors on {match.base}", highlight=False, markup=False)
-    console.print(_parts(report))
-    console.print(_kinds(report))
+    for table in (_parts(report), _kinds(report)):
+        console.print()
+        console.print(table)
+    console.print()
     for line in lines(report):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -94,7 +96,7 @@ def _layer(checked: Checked) -> dict[str, Any]:
 
 
 def _parts(report: Report) -> Table:
-    made = Table("tensors of", *FATES, box=SIMPLE)
+    made = Table("tensors of", *FATES, **PLAIN)
     for column in made.columns[1:]:
         column.justify = "right"
     for part, fates in report.match.counts.items():
@@ -104,7 +106,7 @@ def _parts(report: Report) -> Table:
 
 def _kinds(report: Report) -> Table:
     judged = ("outcome", "budget used") if report.layers else ()
-    made = Table("kind", "modules", "family", "dtype", "rank", "alpha/rank", *judged, box=SIMPLE)
+    made = Table("kind", "modules", "family", "dtype", "rank", "alpha/rank", *judged, **PLAIN)
     for column in (1, 4, 5):
         made.columns[column].justify = "right"
     targets = {kind: [t for t in report.match.targets if _kind(t) == kind] for kind in _kinds_of(report)}

@@ -130,7 +130,7 @@ def read(source: FileRef) -> dict[str, Tensor]:
 @lru_cache(maxsize=3)
 def _opened(path: str, modified: int) -> tuple[Any, frozenset[str]]:
     """The open file and its names: reading the header of a large file for every layer would take longest."""
-    file = safe_open(path, framework="pt")
+    file: Any = safe_open(path, framework="pt")
     return file, frozenset(file.keys())
 
 

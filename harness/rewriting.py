@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from fulldiff.reference.truth import Truth
 ROUNDINGS = 1.5
 # fp8 factors are widened to f32 and stay so in the new file; others keep their dtype.
 ROUNDOFF = UNIT_ROUNDOFF | {"f8_e4m3": UNIT_ROUNDOFF["f32"], "f8_e5m2": UNIT_ROUNDOFF["f32"]}
-MAGNITUDE = "dora_scale"
 
 
 def write(request: Write) -> int:
@@ -49,37 +47,42 @@ def _piece(target: Target) -> Piece[Tensor]:
 
 def compare(request: Compare) -> Judgement:
     """Passed where the two sums of deltas differ by no more than rounding one factor of each may cause."""
-    deltas, bounds = zip(*(_sum(parts) for parts in (request.one, request.other)), strict=True)
-    error, allowed = (deltas[0] - deltas[1]).abs(), bounds[0] + bounds[1]
+    if not (request.one and request.other):
+        return Judgement("wrong", message="only one of the files adapts this layer")
+    (one, allowed), (other, more) = _sum(request.one), _sum(request.other)
+    error, allowed = (one - other).abs_(), allowed.add_(more)
     share = torch.where(error == 0, 0.0, error / allowed)
     worst = int(share.argmax())
     used = min(float(share.flatten()[worst]), 1e30)
-    numbers = (f"{t.flatten()[worst].item():.9g}" for t in (*deltas, error, allowed))
+    numbers = (f"{t.flatten()[worst].item():.9g}" for t in (one, other, error, allowed))
     claim = Claim("the same delta", used <= 1, used, f"[{worst}]", *numbers)
     return Judgement("passed" if claim.holds else "wrong", claim=claim, used=used)
 
 
 def _sum(parts: tuple[Part, ...]) -> tuple[Tensor, Tensor]:
     """The summed delta of one layer in float64, and how far rounding may move it."""
-    both = [torch.stack(list(_delta(part))) for part in parts]
-    total = torch.stack(both).sum(0)
-    return total[0], total[1]
+    total, bound = _delta(parts[0])
+    for part in parts[1:]:
+        delta, allowed = _delta(part)
+        total += delta
+        bound += allowed
+    return total, bound
 
 
-def _delta(part: Part) -> Iterator[Tensor]:
+def _delta(part: Part) -> tuple[Tensor, Tensor]:
     """scale · ΔW, and its bound. Of a DoRA both are multiplied with the magnitude, which so counts too."""
-    adapter = part.adapter
-    t = {name: tensor.double() for name, tensor in adapter_tensors(adapter).items()}
-    known = Factors(adapter.kind, t)
-    truth = Truth()
-    scale = truth.scale(known)
-    magnitudes = replace(known, tensors={name: tensor.abs() for name, tensor in t.items()})
-    unit = ROUNDINGS * ROUNDOFF[adapter.dtype]
-    for of, factor in ((known, scale), (magnitudes, abs(scale) * unit)):
-        product = factor * truth.product(of, part.shape)
-        if MAGNITUDE in t:
-            product = product * truth.magnitude(of, part.shape)
-        yield _cut(product, part)
+    adapter, truth = part.adapter, Truth()
+    known = Factors(adapter.kind, {name: tensor.double() for name, tensor in adapter_tensors(adapter).items()})
+    sizes = replace(known, tensors={name: tensor.abs() for name, tensor in known.tensors.items()})
+    scale, unit = truth.scale(known), ROUNDINGS * ROUNDOFF[adapter.dtype]
+    return _product(truth, known, scale, part), _product(truth, sizes, abs(scale) * unit, part)
+
+
+def _product(truth: Truth, known: Factors, factor: float, part: Part) -> Tensor:
+    product = truth.product(known, part.shape).mul_(factor)
+    if "dora_scale" in known.tensors:
+        product.mul_(truth.magnitude(known, part.shape))
+    return _cut(product, part)
 
 
 def _cut(delta: Tensor, part: Part) -> Tensor:

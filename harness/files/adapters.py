@@ -10,7 +10,7 @@ from fulldiff.cases.model import Adapter, Alpha, FactorDType, FileRef, Shape
 from fulldiff.harness.files.base import Place
 from fulldiff.harness.files.container import Header
 from fulldiff.harness.files.fit import complaint
-from fulldiff.harness.files.metadata import Declared
+from fulldiff.harness.files.metadata import PEFT_FAMILIES, Declared
 from fulldiff.harness.files.modules import Module
 from fulldiff.harness.files.names import KIND_FACTORS
 from fulldiff.harness.files.positions import CLASSES
@@ -63,6 +63,12 @@ def adapter(
 ) -> tuple[Adapter, AlphaSource]:
     """One adapter from its tensors' names by canonical factor."""
     factors = {factor: header.tensors[name].shape for factor, name in names.items() if factor not in NUMBERS}
+    magnitude = factors.get("dora_scale", ())
+    if module.family in PEFT_FAMILIES and len(magnitude) > 2 and magnitude[0] == 1:
+        # On a layer with as many inputs as outputs it would pass for a magnitude per input.
+        raise Refusal(
+            f"{names['dora_scale']} is {magnitude}: PEFT's magnitude of a convolution, transposed, is not read"
+        )
     if reason := complaint(kind, factors, adapted_shape(place)):
         raise Refusal(f"{reason} ({place.name})")
     alpha, source = alpha_of(kind, names, factors, module, header, declared)
