@@ -144,24 +144,38 @@ class RuntimeCase(Value, frozen=True, tag="runtime", tag_field="suite"):
 
 
 class Model(Value, frozen=True):
-    """A base model: one of the layer tables or a checkpoint's path, and the dtype of its weights."""
+    """A base model: one of the layer tables or a checkpoint's path, and the dtype of its weights.
+
+    ``layers`` are those of the table that it has (named with their part, ``unet.conv_in``), none for all;
+    features and channels are divided by ``shrink``, for cases that must be quick.
+    """
 
     name: str
     dtype: DType = "f32"
+    layers: tuple[str, ...] = ()
+    shrink: int = 1
 
 
 class AdapterFile(Value, frozen=True):
-    """One adapter file: a real ``path``, or the adapters to write (layer name → adapter)."""
+    """One adapter file: a real ``path``, or the adapters to write (layer name → adapter).
+
+    ``tokens`` learned token embeddings (768,) are written beside the adapters.
+    """
 
     strength: float = 1.0
     text_strength: float | None = None
     path: str | None = None
     spelling: str = "kohya"
     modules: Mapping[str, Adapter] = {}
+    tokens: int = 0
 
 
 class LoadCase(Value, frozen=True, tag="load", tag_field="suite"):
-    """Several adapter files onto one model; every loader must reach the same patches."""
+    """Several adapter files onto one model; every loader must reach the same patches.
+
+    A file's ``text_strength`` is the text encoders', None for the same. With the spelling ``as named`` the keys
+    of its ``modules`` are the modules' names as the file has them, of this model, another or none.
+    """
 
     model: Model
     files: tuple[AdapterFile, ...]
@@ -169,12 +183,25 @@ class LoadCase(Value, frozen=True, tag="load", tag_field="suite"):
 
 
 class JoinCase(Value, frozen=True, tag="join", tag_field="suite"):
-    """Several files into one of rank Σr, with a weight per file and a run-time diagonal."""
+    """Several files into one of rank Σr, with a weight per file and a run-time diagonal and scale.
+
+    Layers are named with their part (``unet.conv_in``). ``diagonal`` is one number per file, or one per rank:
+    those of the first file's ranks, then the second's; then a file has one rank in all its modules.
+    ``model.dtype`` is what the model runs in. A file's weight is here alone: its own strengths are 1.
+    """
 
     model: Model
     files: tuple[AdapterFile, ...]
     weights: tuple[float, ...]
     diagonal: tuple[float, ...] | None = None
+    scale: float = 1.0
+    values: Values = "normal"
+
+    def __post_init__(self) -> None:
+        if len(self.weights) != len(self.files):
+            raise CaseError(f"weights = {self.weights}: {len(self.files)} files need one each")
+        if any((file.strength, file.text_strength) != (1.0, None) for file in self.files):
+            raise CaseError("files.strength: a join case gives each file's strength in weights")
 
 
 class RestoreCase(Value, frozen=True, tag="restore", tag_field="suite"):
