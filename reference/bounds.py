@@ -115,14 +115,14 @@ def _sized(
     total, offset = weight.abs() ** power, None if bias is None else bias.abs() ** power
     for adapter in adapters:
         rows, factor = truth.rows(adapter, weight), abs(truth.strength(adapter)) ** power
-        total[rows] += factor * _change_size(truth, adapter, weight[rows], power, error)
+        total[rows] += factor * delta_size(truth, adapter, weight[rows], power, error)
         if "diff_b" in adapter.tensors:
             offset = weight.new_zeros(weight.shape[0]) if offset is None else offset
             offset[rows] += factor * adapter.tensors["diff_b"].abs() ** power
     return apply(layer, total, offset, x.abs() ** power)
 
 
-def _change_size(truth: Truth, adapter: Factors, weight: Tensor, power: int, error: float) -> Tensor:
+def delta_size(truth: Truth, adapter: Factors, weight: Tensor, power: int, error: float) -> Tensor:
     """The size of one adapter's delta without its strength: |scale·ΔW|, or that of a DoRA's W' − W."""
     product = truth.product(_magnitudes(adapter, power), weight.shape)
     size = abs(truth.scale(adapter)) ** power * product
