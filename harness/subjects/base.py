@@ -58,6 +58,16 @@ class Subject(ABC):
         Raise `Unsupported` for a kind it does not do, `Refused` for an adapter it will not apply.
         """
 
+    def attach_model(self, model: nn.Module, adapters: Mapping[str, Sequence[Adapter]]) -> Detach:
+        """Attach adapters to many layers of a model, by module name; return the undo of all."""
+        undo = [self.attach(model.get_submodule(name), own) for name, own in adapters.items()]
+
+        def detach() -> None:
+            for each in reversed(undo):
+                each()
+
+        return detach
+
     def promised_bytes(self, module: nn.Module, adapters: Sequence[Adapter], x: Tensor) -> int | None:
         """Peak bytes above the bare layer's that one call allocates in f32 on the CPU.
 

@@ -8,23 +8,29 @@ import torch
 from torch import Tensor, nn
 
 from fulldiff.harness.subjects import factors
-from fulldiff.harness.subjects.base import Adapter, Detach, Refused, Subject, replace_forward
+from fulldiff.harness.subjects.base import Adapter, Forward, Refused
+from fulldiff.harness.subjects.stacked import Stacked
 
 
-class FullDiff(Subject):
+class FullDiff(Stacked):
     """W' lives for one layer's call only; nothing is cached."""
 
-    def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
-        for adapter in adapters:
-            factors.check(adapter)
-            factors.scale(adapter)
+    def forward(self, module: nn.Module, adapters: Sequence[Adapter], base: Forward) -> Forward:
+        check(adapters)
         weight = module.weight
         assert isinstance(weight, Tensor)
 
         def forward(x: Tensor) -> Tensor:
             return run(module, merged(weight, adapters), merged_bias(module, adapters), x)
 
-        return replace_forward(module, forward)
+        return forward
+
+
+def check(adapters: Sequence[Adapter]) -> None:
+    """Refuse now what a call would stumble over."""
+    for adapter in adapters:
+        factors.check(adapter)
+        factors.scale(adapter)
 
 
 def run(module: nn.Module, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:

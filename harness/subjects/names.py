@@ -1,8 +1,24 @@
 """The subjects' names, readable without torch."""
 
+# On ggml's graphs; `@vulkan` on its Vulkan backend.
+GGML = {
+    "ggml": "subject:Ggml",
+    "ggml@vulkan": "subject:GGML_VULKAN",
+    "ggml-shipped": "subject:GGML_SHIPPED",
+    "ggml-shipped@vulkan": "subject:GGML_VULKAN_SHIPPED",
+    "ggml-split@vulkan": "subject:GGML_SPLIT",
+    "ggml-full-diff": "subject:GgmlFullDiff",
+    "ggml-full-diff@vulkan": "subject:GGML_FULL_DIFF_VULKAN",
+}
 OURS = {
     "full-diff": "fulldiff.harness.subjects.full_diff:FullDiff",
+    "full-diff-alive": "fulldiff.harness.subjects.alive:FullDiffAlive",
+    "streamed": "fulldiff.harness.subjects.streamed:Streamed",
     "runtime-lokr": "fulldiff.harness.subjects.runtime_lokr:RuntimeLokr",
+    "hybrid": "fulldiff.harness.subjects.hybrid:Hybrid",
+    "planned": "fulldiff.harness.subjects.planned:Planned",
+    "merged": "fulldiff.harness.subjects.merged:Merged",
+    **{name: f"fulldiff.harness.subjects.ggml.{target}" for name, target in GGML.items()},
 }
 FAULT = "fault:"
 # The bare layer as a way of a bench: the yardstick, no subject.

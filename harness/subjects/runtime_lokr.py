@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fulldiff.harness.subjects import contraction, factors, fallback
-from fulldiff.harness.subjects.base import Adapter, Detach, Subject, Unsupported, replace_forward
+from fulldiff.harness.subjects.base import Adapter, Forward, Unsupported
 from fulldiff.harness.subjects.contraction import Step
+from fulldiff.harness.subjects.stacked import Stacked
 
 # Small enough that an intermediate is still in the cache when the next step reads it.
 WORKSPACE = 4 << 20
@@ -32,14 +33,13 @@ CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
 }
 
 
-class RuntimeLokr(Subject):
+class RuntimeLokr(Stacked):
     """LoKr in every form, LoRA, LoCon and LoHa on Linear and Conv layers; DoRA and diffs by `fallback`."""
 
-    def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
+    def forward(self, module: nn.Module, adapters: Sequence[Adapter], base: Forward) -> Forward:
         if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
             raise Unsupported(f"layer {type(module).__name__}: only Linear and Conv1d to Conv3d")
         branches = branches_of(module, adapters)
-        base = module.forward
 
         def forward(x: Tensor) -> Tensor:
             y = base(x)
@@ -47,7 +47,7 @@ class RuntimeLokr(Subject):
                 branch.add_to(y, x)
             return y
 
-        return replace_forward(module, forward)
+        return forward
 
     def remark(self, module: nn.Module, adapters: Sequence[Adapter]) -> str:
         whole = {fallback.why_materialised(module, adapter) for adapter in adapters if adapter.strength} - {""}
