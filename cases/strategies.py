@@ -132,7 +132,7 @@ def _layers(draw: DrawFn, kind: Kind, out: int, inp: int, groups: int) -> Layer:
 
 @composite
 def _groups(draw: DrawFn, out: int) -> int:
-    return draw(sampled_from(_divisors(out, MAX_GROUPS))) if draw(_sometimes) else 1
+    return draw(sampled_from(divisors(out, MAX_GROUPS))) if draw(_sometimes) else 1
 
 
 @composite
@@ -171,7 +171,7 @@ def smallest_input(layer: Layer) -> Shape:
 
 @composite
 def _splits(draw: DrawFn, out: int, inp: int) -> Split:
-    up, uq = draw(sampled_from(_divisors(out, out))), draw(sampled_from(_divisors(inp, inp)))
+    up, uq = draw(sampled_from(divisors(out, out))), draw(sampled_from(divisors(inp, inp)))
     return (up, uq, out // up, inp // uq)
 
 
@@ -230,7 +230,7 @@ def _factor_dtype(dtype: DType) -> SearchStrategy[DType]:
     return sampled_from((*[dtype] * 8, *DTYPES))
 
 
-def _divisors(number: int, limit: int) -> list[int]:
+def divisors(number: int, limit: int) -> list[int]:
     return [d for d in range(1, min(number, limit) + 1) if number % d == 0]
 
 

@@ -88,11 +88,11 @@ def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, 
         expected = f"{tuple(want.shape)} {material.weight.dtype}"
         return [Claim(f"{name}: shape and dtype", False, 1.0, "", f"{tuple(got.shape)} {got.dtype}", expected)]
     if body.values == "exact":
-        return [_elements(f"{name}: exact", got.double(), want, torch.zeros_like(want))]
+        return [elements(f"{name}: exact", got.double(), want, torch.zeros_like(want))]
     allowed = budget(Truth(POLICIES[subject.scale_policy]), *_arguments(body, material), body.dtype)
     # Where sums of magnitudes leave the dtype's range, a correct subject may overflow too.
     want = torch.where(allowed.magnitude <= LARGEST[body.dtype], want, torch.nan)
-    each = _elements(f"{name}: each element", got.double(), want, allowed.hard)
+    each = elements(f"{name}: each element", got.double(), want, allowed.hard)
     return [each, _rms(f"{name}: RMS", got.double(), want, allowed.rms)] if each.holds else [each]
 
 
@@ -106,7 +106,7 @@ def _arguments(body: RuntimeCase, material: Material) -> tuple[Layer, Tensor, Te
     return body.layer, material.weight.double(), bias, factors64(body, material), material.x.double()
 
 
-def _elements(name: str, got: Tensor, want: Tensor, allowed: Tensor) -> Claim:
+def elements(name: str, got: Tensor, want: Tensor, allowed: Tensor) -> Claim:
     """Every element within its budget; elements that the oracle leaves open (NaN) are not judged."""
     if not got.numel():
         return Claim(name, True, 0.0)

@@ -14,8 +14,11 @@ from typing import Any
 from hypothesis.strategies import SearchStrategy
 
 from fulldiff.cases.catalogue import HEAVY, pinned
+from fulldiff.cases.load_sets import HEAVY_LOADS, named_load_cases
+from fulldiff.cases.load_strategies import load_cases
 from fulldiff.cases.model import Case
 from fulldiff.cases.strategies import runtime_cases
+from fulldiff.harness.subjects.loaders.names import LOADERS
 from fulldiff.harness.subjects.names import OURS
 
 SUBJECTS = "fulldiff.harness.subjects"
@@ -47,6 +50,16 @@ SUITES: dict[str, Suite] = {
         base=f"{SUBJECTS}.base:Subject",
         fault=f"{SUBJECTS}.faulty:Faulty",
         heavy=frozenset(HEAVY),
+    ),
+    "load": Suite(
+        "several files onto one model: the naive loader's patches, whatever finds them",
+        LOADERS,
+        load_cases,
+        named_load_cases,
+        judge="fulldiff.harness.judge_load:judge",
+        base=f"{SUBJECTS}.loaders.base:Loader",
+        fault=f"{SUBJECTS}.loaders.faults:make",
+        heavy=HEAVY_LOADS,
     ),
 }
 
