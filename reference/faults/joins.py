@@ -158,7 +158,8 @@ class SvdToLargestRank(Join):
         whole = super().joined(parts, shape)
         rank = max((part.rank for part in parts), default=0)
         u, s, v = torch.linalg.svd(whole.flatten(1), full_matrices=False)
-        return (u[:, :rank] * s[:rank] @ v[:rank]).reshape(whole.shape)
+        cut: Tensor = u[:, :rank] * s[:rank] @ v[:rank]
+        return cut.reshape(whole.shape)
 
 
 @fault("last-file-only")

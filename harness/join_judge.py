@@ -1,0 +1,249 @@
+"""Judging one join case in the worker: the product is compared, never the factors.
+
+What is claimed: the joined file holds the weighted sum on every layer that any file adapts, and on no other; every
+learned token is in it; on layers it computes with the diagonal and the scale that are set, and without them again
+when they are set back; realised, the file holds what ran, and realised once more the same; taken off, the layers
+are what they were.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fulldiff.cases import tensors as generator
+from fulldiff.cases.model import Case, JoinCase
+from fulldiff.harness.files.joining import widest
+from fulldiff.harness.join_files import adapters_of, parts_of_files, rows_of, tokens_of, write_files
+from fulldiff.harness.judge import conclude
+from fulldiff.harness.protocol import Claim, Judgement
+from fulldiff.harness.realise import DTYPES, module_for
+from fulldiff.harness.subjects.base import Refused, Unsupported
+from fulldiff.harness.subjects.joiner import Joiner, Running
+from fulldiff.reference.bounds import SMALLEST, UNIT_ROUNDOFF, Budget, budget
+from fulldiff.reference.factors import Factors
+from fulldiff.reference.join import DOWN, MID, UP, Join, Part, Setting
+from fulldiff.reference.layers import apply
+from fulldiff.reference.truth import Truth
+
+# Roundings of a joined file: the factor that took the scale, and a down that took a mid factor; each file that is
+# written anew rounds once more. 1 % for the sums in float64 and products of errors.
+ROUNDINGS = 2 * 1.01
+REWRITTEN = 3 * 1.01
+TOKENS, SIDE = 3, 4
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a case is judged by: its files and, by layer, what they hold; the dtype that a joined file is kept in."""
+
+    case: Case
+    body: JoinCase
+    paths: list[Path]
+    parts: dict[str, list[Part]]
+    file_dtype: str
+
+    @property
+    def setting(self) -> Setting:
+        """The diagonal and scale that the case sets."""
+        ranks = [max((p.rank for own in self.parts.values() for p in own if p.file == f), default=0)
+                 for f in range(len(self.paths))]  # fmt: skip
+        return Setting(self.body.diagonal or [1.0] * len(self.paths), ranks, self.body.scale)
+
+    @property
+    def still(self) -> Setting:
+        """Nothing set: every number 1."""
+        return replace(self.setting, numbers=[1.0] * len(self.paths), scale=1.0)
+
+
+def judge(case: Case, subject: Joiner, stage: Callable[[str], None]) -> Judgement:
+    """The judgement of one join case; ``stage`` is told what is about to run, for crash reports."""
+    assert isinstance(case.body, JoinCase)
+    with tempfile.TemporaryDirectory() as name, torch.no_grad():
+        folder = Path(name)
+        stage("generate")
+        ground = _ground(case, case.body, folder)
+        try:
+            claims = list(_claims(ground, subject, folder, stage))
+        except Refused as reason:
+            return Judgement("refused", message=str(reason))
+        except Unsupported as reason:
+            return Judgement("unsupported", message=str(reason))
+    return conclude(claims, "")
+
+
+def _ground(case: Case, body: JoinCase, folder: Path) -> Ground:
+    paths = write_files(case, folder)
+    dtypes = [adapter.dtype for file in body.files for adapter in file.modules.values()]
+    return Ground(case, body, paths, parts_of_files(paths, body.weights, body.model.name), widest(dtypes or ["f32"]))
+
+
+def _claims(ground: Ground, subject: Joiner, folder: Path, stage: Callable[[str], None]) -> Iterator[Claim]:
+    model, joined = ground.body.model.name, folder / "joined.safetensors"
+    stage("subject: join")
+    subject.join(ground.paths, ground.body.weights, model, joined)
+    stage("oracle")
+    yield from file_claims("joined file", joined, ground, ground.still, ROUNDINGS)
+    yield tokens_kept(ground, joined)
+    modules = {name: _module(ground, name) for name in ground.parts}
+    stage("subject: attach and set")
+    running = subject.attach(joined, modules, model)
+    yield from _set_claims(ground, modules, running)
+    stage("subject: realise")
+    once, twice = folder / "realised.safetensors", folder / "again.safetensors"
+    running.realise(once)
+    yield from file_claims("realised file", once, ground, ground.setting, REWRITTEN)
+    running.detach()
+    yield _as_before(ground, modules)
+    again = subject.attach(once, modules, model)
+    again.realise(twice)
+    again.detach()
+    yield from file_claims("realised twice", twice, ground, ground.setting, REWRITTEN)
+
+
+def _set_claims(ground: Ground, modules: Mapping[str, nn.Module], running: Running) -> Iterator[Claim]:
+    """The outputs with the case's setting, with none, and with the setting once more."""
+    for name, setting in (("set", ground.setting), ("set back", ground.still), ("set again", ground.setting)):
+        running.set_diagonal(setting.numbers)
+        running.tune(setting.scale)
+        for layer, module in modules.items():
+            yield _output_claim(f"output, {name}", ground, layer, module, setting)
+
+
+def file_claims(name: str, path: Path, ground: Ground, setting: Setting, roundings: float) -> Iterator[Claim]:
+    """A file's deltas against the reference, layer by layer, and no layer beside them."""
+    found, rows = adapters_of(path, ground.body.model.name), rows_of(ground.body.model.name)
+    odd = sorted(set(found) ^ set(ground.parts))
+    yield Claim(f"{name}: the layers that the files adapt", not odd, 0.0, ", ".join(odd))
+    for layer, parts in ground.parts.items():
+        shape = rows[layer].weight_shape
+        base = torch.zeros(shape, dtype=torch.float64)
+        got = sum((Truth().delta(adapter, base) for adapter in found.get(layer, [])), start=base)
+        want = Join().running(parts, setting, shape)
+        allowed = torch.zeros_like(want)
+        if ground.body.values != "exact":
+            allowed = rounding(parts, setting, shape, ground.file_dtype, roundings)
+        yield compared(f"{name}: the sum", layer, got, want, allowed)
+
+
+def rounding(parts: Sequence[Part], setting: Setting, shape: Sequence[int], dtype: str, roundings: float) -> Tensor:
+    """How far storing the factors in ``dtype`` may move a layer's sum, element by element."""
+    truth, total = Truth(), torch.zeros(tuple(shape), dtype=torch.float64)
+    tiny, unit = SMALLEST[dtype], UNIT_ROUNDOFF[dtype]
+    for part in parts:
+        sizes = {name: t.abs() for name, t in part.adapter.tensors.items()}
+        whole = Factors("lora", sizes)
+        factor = abs(part.weight * setting.scale) * max(1.0, *(abs(v) for v in setting.numbers))
+        total += roundings * unit * factor * abs(truth.scale(part.adapter)) * truth.product(whole, shape)
+        # A value below the normal range moves by ``tiny`` at most, times the other factor.
+        for name in (UP, DOWN):
+            ones = replace(whole, tensors=sizes | {name: torch.full_like(sizes[name], tiny)})
+            total += max(1.0, factor) * roundings * truth.product(ones, shape)
+    return total
+
+
+def compared(name: str, layer: str, got: Tensor, want: Tensor, allowed: Tensor) -> Claim:
+    """Every element within what is allowed; the worst one is shown."""
+    if got.shape != want.shape:
+        return Claim(name, False, 1e30, layer, str(tuple(got.shape)), str(tuple(want.shape)))
+    if not got.numel():
+        return Claim(name, True, 0.0)
+    error = torch.where(got.isnan(), torch.inf, (got - want).abs())
+    share = torch.where(error == 0, 0.0, error / allowed)
+    at = int(share.argmax())
+    numbers = (f"{t.reshape(-1)[at].item():.9g}" for t in (got, want, error, allowed))
+    used = min(float(share.reshape(-1)[at]), 1e30)
+    return Claim(name, used <= 1, used, f"{layer}[{at}]", *numbers)
+
+
+def tokens_kept(ground: Ground, path: Path) -> Claim:
+    """Every file's learned tokens are there, bit for bit, as <s{file}-{j}>."""
+    found = tokens_of(path)
+    want = {
+        f"<s{file}-{at}>": token
+        for file, source in enumerate(ground.paths)
+        for at, token in enumerate(tokens_of(source).values())
+    }
+    bad = [name for name in want.keys() | found.keys() if not _same(found.get(name), want.get(name))]
+    return Claim("learned tokens are kept", not bad, float(bool(bad)), ", ".join(sorted(bad)))
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _module(ground: Ground, name: str) -> nn.Module:
+    """The layer with a base weight that is zero but for exact values: a large base hides a wrong adapter."""
+    layer, values, dtype = (
+        rows_of(ground.body.model.name)[name].layer,
+        ground.body.values,
+        DTYPES[ground.body.model.dtype],
+    )
+    weight = torch.zeros(layer.weight_shape, dtype=dtype)
+    if values == "exact":
+        weight = torch.from_numpy(generator.base(values, ground.case.seed, f"{name}.weight", layer.weight_shape)).to(
+            dtype
+        )
+    bias = torch.from_numpy(generator.base(values, ground.case.seed, f"{name}.bias", (layer.out,))).to(dtype)
+    return module_for(layer, weight, bias if layer.bias else None)
+
+
+def _input(ground: Ground, name: str) -> Tensor:
+    layer = rows_of(ground.body.model.name)[name].layer
+    shape = (TOKENS, layer.inp) if layer.kind == "linear" else (1, layer.inp, *[SIDE] * len(layer.kernel))
+    made = generator.activation(ground.body.values, ground.case.seed, f"{name}.x", shape)
+    return torch.from_numpy(made).to(DTYPES[ground.body.model.dtype])
+
+
+def _output_claim(claim: str, ground: Ground, name: str, module: nn.Module, setting: Setting) -> Claim:
+    layer, x, parts = rows_of(ground.body.model.name)[name].layer, _input(ground, name), ground.parts[name]
+    weight, bias = _wide(module.weight), _wide(module.bias)
+    assert weight is not None
+    got = module(x)
+    want = apply(layer, weight + Join().running(parts, setting, weight.shape), bias, x.double())
+    if got.dtype != x.dtype:
+        return Claim(f"{claim}: dtype", False, 1e30, name, str(got.dtype), str(x.dtype))
+    allowed = torch.zeros_like(want)
+    if ground.body.values != "exact":
+        allowed = _output_budget(ground, parts, setting, weight, bias, x.double(), name)
+    return compared(claim, name, got.double(), want, allowed)
+
+
+def _wide(t: Tensor | nn.Module | None) -> Tensor | None:
+    return t.double() if isinstance(t, Tensor) else None
+
+
+def _output_budget(
+    ground: Ground, parts: Sequence[Part], setting: Setting, weight: Tensor, bias: Tensor | None, x: Tensor, name: str
+) -> Tensor:
+    """The run's own budget, and what the joined file's rounding may move."""
+    layer = rows_of(ground.body.model.name)[name].layer
+    known: Budget = budget(Truth(), layer, weight, bias, factors_of(parts, setting), x, ground.body.model.dtype)
+    stored = rounding(parts, setting, weight.shape, ground.file_dtype, ROUNDINGS)
+    return known.hard + apply(layer, stored, None, x.abs())
+
+
+def factors_of(parts: Sequence[Part], setting: Setting) -> list[Factors]:
+    """The parts as LoRAs with their diagonal as a core between up and down."""
+    diagonal, made, at = Join().diagonal(parts, setting), [], 0
+    for part in parts:
+        v = torch.tensor(diagonal[at : at + part.rank], dtype=torch.float64)
+        t = dict(part.adapter.tensors)
+        core = torch.diag(v) if MID not in t else v.reshape(-1, *[1] * (t[MID].dim() - 1)) * t[MID]
+        made.append(replace(part.adapter, tensors=t | {MID: core}, strength=part.weight * setting.scale))
+        at += part.rank
+    return made
+
+
+def _as_before(ground: Ground, modules: Mapping[str, nn.Module]) -> Claim:
+    """Taken off, the layers compute what fresh ones do."""
+    bad = [
+        name for name, module in modules.items()
+        if not torch.equal(module(_input(ground, name)), _module(ground, name)(_input(ground, name)))
+    ]  # fmt: skip
+    return Claim("the layers are as before", not bad, float(bool(bad)), ", ".join(bad))

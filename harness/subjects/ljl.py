@@ -1,0 +1,142 @@
+"""Subject ``ljl``: several LoRAs on one layer run as a single one of rank Σr, with a diagonal between its factors.
+
+y += up · diag(v) · (mid ·) down · x. The scale of each LoRA is folded into one of its factors when attached; the
+diagonal is a vector that may change between calls: nothing else is built anew. See `joined_model` for whole models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fulldiff.harness.files import stitching
+from fulldiff.harness.files.joining import DOWN, MID, UP
+from fulldiff.harness.subjects import factors
+from fulldiff.harness.subjects.base import Adapter, Detach, Subject, Unsupported, replace_forward
+
+CONVOLUTIONS: dict[type[nn.Module], Any] = {
+    nn.Conv1d: nn.functional.conv1d,
+    nn.Conv2d: nn.functional.conv2d,
+    nn.Conv3d: nn.functional.conv3d,
+}
+NOT_JOINED = ("dora_scale", "diff_b")
+
+
+class Ljl(Subject):
+    """LoRA and LoCon, with or without a core, on Linear and Conv layers."""
+
+    def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
+        for adapter in adapters:
+            _check(module, adapter)
+        active = [adapter for adapter in adapters if adapter.strength]
+        if not active:
+            return lambda: None
+        return Branch(module, joined(module, active)).attach()
+
+
+def _check(module: nn.Module, adapter: Adapter) -> None:
+    if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        raise Unsupported(f"layer {type(module).__name__}: only Linear and Conv1d to Conv3d")
+    factors.check(adapter)
+    if adapter.kind != "lora":
+        raise Unsupported(f"a {adapter.kind} has no rank to join by: only LoRAs are joined")
+    if beside := [name for name in NOT_JOINED if name in adapter.tensors]:
+        raise Unsupported(f"a LoRA with {', '.join(beside)} is no plain sum of ranks")
+
+
+def joined(module: nn.Module, adapters: Sequence[Adapter]) -> dict[str, Tensor]:
+    """The adapters' factors as one LoRA's, in the layer's dtype, scales folded in."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    core = all(MID in adapter.tensors for adapter in adapters)
+    triples = [_triple(adapter, weight, core) for adapter in adapters]
+    stacked = stitching.stack(triples, weight.shape)
+    return {name: tensor.to(weight.device, weight.dtype) for name, tensor in stacked.items()}
+
+
+def _triple(adapter: Adapter, weight: Tensor, core: bool) -> stitching.Triple:
+    """One adapter's factors in float64, with rows of zeros where it adapts a part of the layer."""
+    rows = factors.rows(adapter, weight)
+    t = {name: tensor.detach().double() for name, tensor in adapter.tensors.items()}
+    part = stitching.fold(t, factors.scale(adapter), (rows.stop - rows.start, *weight.shape[1:]), core, weight.dtype)
+    up = part.up.new_zeros(weight.shape[0], part.up.shape[1])
+    up[rows] = part.up
+    return stitching.Triple(up, part.mid, part.down)
+
+
+class Branch:
+    """One joined LoRA on one layer, ready to run. ``diagonal`` (Σr,) may be written to at any time."""
+
+    def __init__(self, module: nn.Module, t: Mapping[str, Tensor], diagonal: Tensor | None = None) -> None:
+        self.module = module
+        self.up = t[UP].flatten(1).contiguous()
+        self.down, self.mid = t[DOWN].contiguous(), t.get(MID)
+        self.diagonal = diagonal
+
+    def attach(self) -> Detach:
+        """Make the layer compute with the branch; the undo."""
+        base = self.module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            y: Tensor = base(x)
+            self.add_to(y, x)
+            return y
+
+        return replace_forward(self.module, forward)
+
+    def add_to(self, y: Tensor, x: Tensor) -> None:
+        """y += up · diag · down · x, with x the layer's input and y its output."""
+        if not y.numel():
+            return
+        if isinstance(self.module, nn.Linear):
+            self._add_tokens(y, x)
+        else:
+            self._add_images(y, x)
+
+    def _add_tokens(self, y: Tensor, x: Tensor) -> None:
+        hidden = torch.mm(x.reshape(-1, x.shape[-1]), self.down.T)
+        if self.diagonal is not None:
+            hidden.mul_(self.diagonal)
+        if y.is_contiguous():
+            y.view(-1, y.shape[-1]).addmm_(hidden, self.up.T)
+        else:
+            y.add_(torch.mm(hidden, self.up.T).view(y.shape))
+
+    def _add_images(self, y: Tensor, x: Tensor) -> None:
+        assert isinstance(self.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        groups = self.module.groups
+        parts = zip(y.chunk(groups, 1), x.chunk(groups, 1), self.up.chunk(groups), strict=True)
+        for y_group, x_group, up in parts:
+            hidden = self._hidden(x_group)
+            if self.diagonal is not None:
+                hidden.mul_(self.diagonal.view(-1, *[1] * (hidden.dim() - 2)))
+            _accumulate(y_group, up.expand(y.shape[0], -1, -1), hidden.flatten(2))
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        """(n, Σr, *out) of one group's input: down with the layer's kernel, or pointwise before the core."""
+        if self.mid is None:
+            return _convolve(self.module, x, self.down)
+        pointwise: Tensor = CONVOLUTIONS[type(self.module)](x, self.down)
+        return _convolve(self.module, pointwise, self.mid)
+
+
+def _accumulate(y: Tensor, up: Tensor, hidden: Tensor) -> None:
+    """y (n, out, *spatial) += up (n, out, r) · hidden (n, r, positions); in place where the layout allows."""
+    if y.is_contiguous():
+        y.view(*y.shape[:2], -1).baddbmm_(up, hidden)
+    else:
+        y.add_(torch.bmm(up, hidden).view(y.shape))
+
+
+def _convolve(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    """The layer's convolution (its stride, padding, dilation) with another weight, one group, no bias."""
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    padding: Any = module.padding
+    if module.padding_mode != "zeros":
+        x = nn.functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+        padding = 0
+    made: Tensor = CONVOLUTIONS[type(module)](x, weight, None, module.stride, padding, module.dilation)
+    return made
