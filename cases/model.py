@@ -217,20 +217,37 @@ class MergeCase(Value, frozen=True, tag="merge", tag_field="suite"):
 
     layer: Layer
     adapters: tuple[Adapter, ...]
-    dtype: DType = "bf16"
+    dtype: FactorDType = "bf16"
     values: Values = "normal"
     one_by_one: bool = False
 
 
 class BenchCase(Value, frozen=True, tag="bench", tag_field="suite"):
-    """A workload to time: runtime cases that stand for one step, each weighted by its count."""
+    """A workload to time: one layer with its adapters and input, in several ways."""
 
     label: str
-    steps: tuple[tuple[int, RuntimeCase], ...]
+    runtime: RuntimeCase
     ways: tuple[str, ...]
 
 
-Body = RuntimeCase | LoadCase | JoinCase | RestoreCase | MergeCase | BenchCase
+class StepCase(Value, frozen=True, tag="step", tag_field="suite"):
+    """A workload to time: one step of a whole UNet with random weights, a LoKr on each of its layers.
+
+    ``size`` is the image's height and width in pixels; ``narrowed`` divides all channel counts of ``model``
+    (1: its real size); ``convolutions`` adapts every layer, else the attention blocks only.
+    """
+
+    model: str
+    size: tuple[int, int]
+    ways: tuple[str, ...]
+    dtype: DType = "f32"
+    narrowed: int = 1
+    factor: int = 8
+    rank: int = 0
+    convolutions: bool = True
+
+
+Body = RuntimeCase | LoadCase | JoinCase | RestoreCase | MergeCase | BenchCase | StepCase
 
 
 class Case(Value, frozen=True):
@@ -282,6 +299,9 @@ def _describe(body: Body) -> tuple[str, ...]:
         return (*_describe(body.runtime), f"x{body.cycles}")
     if isinstance(body, BenchCase):
         return (body.label,)
+    if isinstance(body, StepCase):
+        size = "x".join(map(str, body.size))
+        return (f"{body.model}-unet-{body.narrowed}", f"{size}-{body.dtype}", f"f{body.factor}-r{body.rank}")
     return (body.model.name, f"{len(body.files)}files")
 
 

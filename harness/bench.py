@@ -1,136 +1,163 @@
-"""The first bench: check runtime LoKr, then measure its bytes and time on SDXL's heaviest layers."""
+"""`fulldiff bench`: check the runtime LoKr, measure every workload in every way, write the report."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
-from collections import Counter
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import Progress
 
 from fulldiff.cases.factors import lokr_for
-from fulldiff.cases.model import BenchCase, Case, DType, Input, Layer, RuntimeCase, case_id
-from fulldiff.cases.tables import TableRow, load_table, tokens
-from fulldiff.harness import bench_report, conform
-from fulldiff.harness.files.match import Match, Target, read
+from fulldiff.cases.model import Case, Layer, RuntimeCase, StepCase, case_id
+from fulldiff.cases.tables import TableRow, load_table
+from fulldiff.harness import bench_plan, bench_report, check, conform
+from fulldiff.harness.bench_plan import Workload
+from fulldiff.harness.files import match
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Judgement, Measure
 from fulldiff.harness.results import Cell, Environment, Result, Store
 from fulldiff.harness.search import FINE, Engine
-from fulldiff.harness.subjects.names import NO_ADAPTER
 
-WAYS = (NO_ADAPTER, "full-diff", "runtime-lokr")
-TOKENS = (77, 1024, 4096)
-DTYPES: tuple[DType, ...] = ("f32", "bf16")
-FORMS = {"factor 8, full w2": 0, "factor 8, rank 16": 16}
-FACTOR, SHAPES = 8, 8
+SUBJECT = "runtime-lokr"
 CHECK_TOKENS, CHECK_CHANNELS = 4, 16
+# A quick bench narrows SDXL's UNet to this share of its channels.
+NARROWED = 4
+NO_CHECK = Judgement("unsupported", message="nothing to check")
 
 
-def bench(adapter: Path | None, full: bool, seconds: float, threads: int, out: Path, console: Console) -> bool:
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for. ``budget``: minutes for the measurements, 0 for no limit."""
+
+    backend: str = "cpu"
+    adapter: Path | None = None
+    model: str = "sdxl"
+    full: bool = False
+    seconds: float = 0.05
+    budget: float = 0.0
+    threads: int = 1
+    out: Path = Path("reports")
+
+
+def bench(options: Options, console: Console) -> bool:
     """Check, measure, write the report; whether everything checked was right."""
-    file = read(adapter, "sdxl") if adapter else None
-    outcome = conform.conform("runtime-lokr", conform.PROFILES["quick"], 1, out / "runs", sys.executable, console)
-    conform.show(outcome, "runtime-lokr", console)
-    layers = check_layers(out, console)
-    real = check_file(file, out, console) if file else []
-    cells, environment = measure(cell_cases(full), seconds, threads, out, console)
-    sections = bench_report.Sections(outcome.counts, layers, real, file, cells, environment)
-    bench_report.write(sections, out)
-    console.print(f"wrote {out / 'cpu.md'}, {out / 'cpu.png'}, {out / 'cpu.jsonl'}", highlight=False)
-    checked = [check for cell in cells for check in cell.check.values()]
-    return (
-        outcome.ok
-        and all(r.judgement.outcome in FINE for r in [*layers, *real])
-        and all(check.outcome == "passed" for check in checked)
-    )
+    runs = options.out / "runs"
+    file = match.read(options.adapter, options.model) if options.adapter else None
+    outcome = conform.conform(SUBJECT, conform.PROFILES["quick"], 1, runs, sys.executable, console)
+    conform.show(outcome, SUBJECT, console)
+    layers = check_layers(runs, console)
+    real = check_file(file, runs, console) if file else []
+    plan = list(planned(options, file))
+    cells, environment, missing = measure(plan, options, console)
+    sections = bench_report.Sections(outcome.counts, layers, real, file, cells, environment, missing)
+    bench_report.write(sections, options.out, options.backend)
+    console.print(f"wrote {options.out / options.backend}.md, .png, .csv and .jsonl", highlight=False)
+    checks = [check for cell in cells for check in cell.check.values()]
+    right = all(r.judgement.outcome in FINE for r in [*layers, *real]) and all(c.outcome in FINE for c in checks)
+    return outcome.ok and right
 
 
-def heaviest() -> list[tuple[Layer, int, int]]:
-    """The SDXL layer shapes with the most FLOPs at 1024×1024, how many layers have each, and their tokens."""
-    flops: Counter[Layer] = Counter()
-    count: Counter[Layer] = Counter()
-    positions: dict[Layer, int] = {}
-    for row in load_table("sdxl"):
-        if row.in_locon and row.part == "unet":
-            flops[row.layer] += 2 * row.parameters * tokens(row, 1024, 1024)
-            count[row.layer] += 1
-            positions[row.layer] = tokens(row, 1024, 1024)
-    return [(layer, count[layer], positions[layer]) for layer, _ in flops.most_common(SHAPES)]
+def planned(options: Options, file: match.Match | None) -> Iterable[Workload]:
+    """All workloads, the most telling first."""
+    if file:
+        yield from bench_plan.file_layers(file)
+    if options.full:
+        yield from bench_plan.steps(bench_plan.SIZES[:2], "bf16", 1)
+    yield from bench_plan.steps([(256, 256)], "f32", NARROWED)
+    yield from bench_plan.merges()
+    yield from bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], bench_plan.SHAPES)
+    if options.full:
+        yield from bench_plan.layers(bench_plan.MODELS, bench_plan.SIZES, None)
 
 
-def cell_cases(full: bool) -> list[tuple[dict[str, object], Case]]:
-    """Every cell to measure: its labels and its case.
-
-    4096 tokens, the slowest, only on layers that have so many at 1024×1024; all of them with ``full``.
-    """
-    return [
-        (_labels(layer, count, n, dtype, form), _cell(layer, n, dtype, rank))
-        for layer, count, positions in heaviest()
-        for n in TOKENS
-        if full or n < max(TOKENS) or positions == n
-        for dtype in DTYPES
-        for form, rank in FORMS.items()
-    ]
-
-
-def measure(
-    plan: list[tuple[dict[str, object], Case]], seconds: float, threads: int, out: Path, console: Console
-) -> tuple[list[Cell], Environment]:
-    """Measure each cell not yet in runs/cpu.jsonl (same machine and versions); all planned cells."""
-    # Resumed from runs/, which no clone carries: a committed report is never taken for a measurement.
-    path = out / "runs" / "cpu.jsonl"
+def measure(plan: list[Workload], options: Options, console: Console) -> tuple[list[Cell], Environment, list[Workload]]:
+    """Measure each workload of an interrupted run's rest, or all; the cells, and what the budget left out."""
+    path = options.out / "runs" / f"{options.backend}.jsonl"
+    end = time.monotonic() + options.budget * 60 if options.budget else float("inf")
+    left_out = []
     with (
-        Worker(threads=threads, timed=True) as worker,
+        Worker(threads=options.threads, timed=True, backend=options.backend) as worker,
         Progress(console=console, disable=not console.is_terminal) as progress,
     ):
-        environment = conform.environment(worker, WAYS[-1])
+        environment = conform.environment(worker, SUBJECT)
         store = Store.begin(path, environment)
-        known = store.cells()
-        for labels, case in progress.track(plan, description="measure"):
-            if case_id(case) not in known:
-                cell = _measure(worker, labels, case, seconds)
-                store.add(cell)
+        for workload in progress.track(plan, description="measure"):
+            if case_id(workload.case) in store.cells():
+                continue
+            if time.monotonic() > end:
+                left_out.append(workload)
+            else:
+                store.add(_measure(worker, workload, options))
         cells = store.cells()
-        store.finish()
-    shutil.copyfile(path, out / "cpu.jsonl")
-    return [cells[case_id(case)] for _, case in plan], environment
+    store.finish()
+    shutil.copyfile(path, options.out / f"{options.backend}.jsonl")
+    return list(cells.values()), environment, left_out
 
 
-def check_layers(out: Path, console: Console) -> list[Result]:
+def _measure(worker: Worker, workload: Workload, options: Options) -> Cell:
+    name, body = case_id(workload.case), workload.case.body
+    if isinstance(body, StepCase) and (short := _too_large(body)):
+        return Cell(name, options.backend, workload.labels, {}, {}, {"step": Judgement("out of memory", message=short)})
+    # A whole step of the real size takes minutes for all ways and blocks.
+    answer = worker.ask(Measure(workload.case, options.seconds, limit=3600.0))
+    if answer.bench is None:
+        return Cell(name, options.backend, workload.labels, {}, {}, {"all": answer.judgement or NO_CHECK})
+    found = answer.bench
+    checks = {way: msgspec.convert(raw, Judgement) for way, raw in found.get("check", {}).items()}
+    facts = found.get("facts", {}) | found.get("strength", {})
+    measured = (found.get("seconds", {}), found.get("peak_bytes", {}))
+    return Cell(name, options.backend, workload.labels, *measured, checks, found.get("held_bytes", {}), facts)
+
+
+def _too_large(body: StepCase) -> str:
+    """Why a step is not begun: less memory is free than it needs; empty where that is not known or fits."""
+    needed, free = bench_plan.needed_bytes(body), available_bytes()
+    if free is None or needed < free:
+        return ""
+    return f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; close programs or use more memory"
+
+
+def available_bytes() -> int | None:
+    """Free memory, Linux; None elsewhere."""
+    try:
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except (OSError, ValueError, AttributeError):
+        return None
+    known = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return known[0] if known else pages
+
+
+def check_layers(runs: Path, console: Console) -> list[Result]:
     """runtime-lokr on every distinct SDXL layer shape, full w2 and rank 16 in turn, few tokens."""
     rows: dict[Layer, TableRow] = {row.layer: row for row in load_table("sdxl") if row.in_locon}
-    cases = {
-        row.name: replace(_runtime(layer, CHECK_TOKENS, "f32", (0, 16)[at % 2]), checked=CHECK_CHANNELS)
-        for at, (layer, row) in enumerate(rows.items())
-    }
-    return _check({name: Case(body, 1) for name, body in cases.items()}, "SDXL layers", out, console)
+    cases = {row.name: _check_case(layer, (0, 16)[at % 2]) for at, (layer, row) in enumerate(rows.items())}
+    return _check({name: Case(body, 1) for name, body in cases.items()}, "SDXL layers", runs, console)
 
 
-def check_file(file: Match, out: Path, console: Console) -> list[Result]:
+def _check_case(layer: Layer, rank: int) -> RuntimeCase:
+    adapter = lokr_for(layer, bench_plan.FACTOR, rank)
+    return RuntimeCase(layer, (adapter,), bench_plan.image(layer, CHECK_TOKENS), checked=CHECK_CHANNELS)
+
+
+def check_file(found: match.Match, runs: Path, console: Console) -> list[Result]:
     """runtime-lokr with the file's own factors on every layer it adapts."""
-    layers: dict[str, list[Target]] = {}
-    for target in file.targets:
-        layers.setdefault(target.name, []).append(target)
-    cases = {
-        name: Case(
-            RuntimeCase(targets[0].layer, tuple(t.adapter for t in targets), _input(targets[0].layer, CHECK_TOKENS)), 1
-        )
-        for name, targets in layers.items()
-    }
-    return _check(cases, file.path.name, out, console)
+    groups = check.groups(found.targets)
+    cases = {group[0].name: Case(check.runtime_case(group, None), 1) for group in groups}
+    return _check(cases, found.path.name, runs, console)
 
 
-def _check(cases: dict[str, Case], label: str, out: Path, console: Console) -> list[Result]:
+def _check(cases: dict[str, Case], label: str, runs: Path, console: Console) -> list[Result]:
     with Worker(threads=2) as worker, Progress(console=console, disable=not console.is_terminal) as progress:
-        store = Store.begin(
-            out / "runs" / f"{label.replace(' ', '-')}.jsonl", conform.environment(worker, "runtime-lokr")
-        )
-        engine = Engine(store, worker, "runtime-lokr")
+        store = Store.begin(runs / f"{label.replace(' ', '-')}.jsonl", conform.environment(worker, SUBJECT))
+        engine = Engine(store, worker, SUBJECT)
         tracked = progress.track(cases.items(), description=label)
         results = [engine.observe(case, name) for name, case in tracked]
     store.finish()
@@ -138,40 +165,3 @@ def _check(cases: dict[str, Case], label: str, out: Path, console: Console) -> l
         if result.judgement.outcome not in FINE:
             console.print(f"FAILED {result.name}\n{conform.describe(result)}", markup=False)
     return results
-
-
-def _measure(worker: Worker, labels: dict[str, object], case: Case, seconds: float) -> Cell:
-    answer = worker.ask(Measure(case, seconds))
-    if answer.bench is None:
-        assert answer.judgement is not None
-        return Cell(case_id(case), "cpu", labels, {}, {}, dict.fromkeys(WAYS, answer.judgement))
-    checks = {way: _judgement(raw) for way, raw in answer.bench["check"].items() if raw}
-    return Cell(case_id(case), "cpu", labels, answer.bench["seconds"], answer.bench["peak_bytes"], checks)
-
-
-def _judgement(raw: object) -> Judgement:
-    return msgspec.convert(raw, Judgement)
-
-
-def _labels(layer: Layer, count: int, n: int, dtype: str, form: str) -> dict[str, object]:
-    kernel = f" {'×'.join(map(str, layer.kernel))}" if layer.kernel else ""
-    name = f"{layer.kind} {layer.out}×{layer.inp}{kernel}"
-    return {"layer": name, "count": count, "tokens": n, "dtype": dtype, "form": form}
-
-
-def _cell(layer: Layer, n: int, dtype: DType, rank: int) -> Case:
-    body = _runtime(layer, n, dtype, rank)
-    label = f"{layer.kind}-{layer.out}x{layer.inp}-{n}-{dtype}-r{rank}"
-    return Case(BenchCase(label, ((1, body),), WAYS), 1)
-
-
-def _runtime(layer: Layer, n: int, dtype: DType, rank: int) -> RuntimeCase:
-    return RuntimeCase(layer, (lokr_for(layer, FACTOR, rank, dtype=dtype),), _input(layer, n), dtype)
-
-
-def _input(layer: Layer, n: int) -> Input:
-    """n tokens; for a convolution an image with so many output positions (7×11, 32×32, 64×64, 2×2)."""
-    if layer.kind == "linear":
-        return Input((n, layer.inp))
-    height = {77: 7, 1024: 32, 4096: 64}.get(n, 2)
-    return Input((1, layer.inp, height * layer.stride[0], n // height * layer.stride[1]))

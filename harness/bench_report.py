@@ -1,26 +1,39 @@
-"""reports/cpu.md, cpu.png: a pure function of the measured cells and the checks."""
+"""reports/BACKEND.md, .csv and .png: a pure function of the measured cells and the checks."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
-from scipy import stats
 
+from fulldiff.harness import bench_plots
+from fulldiff.harness.bench_numbers import MIB, advice, break_even, frame, noise, steps_of_layers
+from fulldiff.harness.bench_plan import Workload
 from fulldiff.harness.files.match import Match
 from fulldiff.harness.results import Cell, Environment, Result
-from fulldiff.harness.subjects.names import NO_ADAPTER
+from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 
-LEVEL = 0.95
+# stable-diffusion.cpp, pull request 1233: SDXL on its author's AMD card, compute buffer MB and seconds per step.
+PUBLISHED = """| published: stable-diffusion.cpp, AMD GPU | 512×512 | 1024×1024 | 1024×1536 |
+|:--|--:|--:|--:|
+| ROCm, full diff | 3295.83 MB, 0.89 s | 3993.52 MB, 2.14 s | 4860.33 MB, 3.20 s |
+| ROCm, runtime LoKr | 137.05 MB, 1.3 s | 830.86 MB, 4.8 s | 1701.55 MB, 3.84 s |
+| Vulkan, full diff | 3363.80 MB, 1.02 s | 4056.49 MB, 2.38 s | 4986.61 MB, 3.57 s |
+| Vulkan, runtime LoKr | 137.05 MB, 0.92 s | 830.86 MB, 2.98 s | 1746.55 MB, 3.07 s |
+"""
+DIFFERS = (
+    "Theirs is ggml with f16 weights on a GPU and keeps every layer's W' alive at once (our `full-diff-alive`); "
+    "830.86 MB is also their buffer without any adapter. Ours is torch, whose attention and convolutions need other "
+    "buffers: compare each column with its own bare row, not across the tables.\n"
+)
+NOT_WAYS = (NO_ADAPTER, AGAIN)
 
 
 @dataclass(frozen=True)
 class Sections:
-    """Everything that the report shows."""
+    """Everything that the report shows. ``missing``: planned, but not measured within the budget."""
 
     conform: Counter[str]
     layers: list[Result]
@@ -28,123 +41,193 @@ class Sections:
     file: Match | None
     cells: list[Cell]
     environment: Environment
+    missing: list[Workload]
 
 
-def ratio(way: list[float], bare: list[float]) -> tuple[float, float, float]:
-    """Geometric mean of the block-wise ratios to the bare layer, and its 95 % interval (Student's t)."""
-    logs = [math.log(a / b) for a, b in zip(way, bare, strict=True)]
-    mean, error = sum(logs) / len(logs), float(stats.sem(logs))
-    half = float(stats.t.ppf((1 + LEVEL) / 2, len(logs) - 1)) * error
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+def write(sections: Sections, out: Path, backend: str) -> None:
+    """Write the report, its plots, and every cell as CSV."""
+    table = frame(cell for cell in sections.cells if cell.seconds)
+    table.drop(columns=["count_at"]).to_csv(out / f"{backend}.csv", index=False)
+    (out / f"{backend}.md").write_text(markdown(sections, table, backend), encoding="utf-8")
+    bench_plots.plot(table, out / f"{backend}.png")
 
 
-def frame(cells: list[Cell]) -> pd.DataFrame:
-    """One row per cell and way: labels, ratio with interval, extra bytes over the bare layer."""
-    rows: list[dict[str, Any]] = []
-    for cell in cells:
-        for way in cell.seconds:
-            if way == NO_ADAPTER:
-                continue
-            middle, low, high = ratio(cell.seconds[way], cell.seconds[NO_ADAPTER])
-            extra = cell.peak_bytes[way] - cell.peak_bytes[NO_ADAPTER]
-            check = cell.check[way].outcome if way in cell.check else "see layers"
-            rows.append(
-                cell.labels | {"way": way, "ratio": middle, "low": low, "high": high, "extra": extra, "check": check}
-            )
-    return pd.DataFrame(rows)
-
-
-def write(sections: Sections, out: Path) -> None:
-    """Write cpu.md and cpu.png into ``out``."""
-    table = frame(sections.cells)
-    (out / "cpu.md").write_text(markdown(sections, table))
-    plot(table, out / "cpu.png")
-
-
-def markdown(sections: Sections, table: pd.DataFrame) -> str:
+def markdown(sections: Sections, table: pd.DataFrame, backend: str) -> str:
     """The report's text."""
+    layers = table[table.workload == "layer"]
     parts = [
-        "# runtime-lokr on the CPU\n",
-        _environment(sections.environment),
+        f"# What an adapter costs: {backend}\n",
+        environment(sections.environment),
+        noise_floor(table),
+        *missing(sections),
         "## Is it right?\n",
-        _checks(sections),
-        "## What does it cost?\n",
-        "Time: ratio to the bare layer (no adapter), geometric mean over A B B A blocks in one process. "
-        "Memory: peak bytes beyond the bare layer's, exact. Medians over the layer shapes:\n",
-        summary(table).to_markdown(index=False),
-        "\n![time ratio against extra memory](cpu.png)\n",
-        "## Every cell\n",
-        "`[low, high]` is the 95 % interval of the ratio. Convolutions: tokens are output "
-        "positions. Check: the timed outputs against the float64 oracle.\n",
-        cells_table(table).to_markdown(index=False, disable_numparse=True),
-        "",
+        checked(sections),
+        "## A whole step of SDXL's UNet\n",
+        *step_tables(table[table.workload == "step"], sections.cells),
+        PUBLISHED,
+        DIFFERS,
+        "## Its layers one by one\n",
+        "Time over the bare layer, median over the shapes; extra: peak memory beyond the bare layer's.\n",
+        layer_summary(layers),
+        "\nThe measured shapes as often as each occurs in a step, over the bare layers:\n",
+        layer_steps(layers),
+        f"\n![time against memory]({backend}.png)\n",
+        "## Runtime or streamed?\n",
+        *(f"- {line}" for line in advice(break_even(layers))),
+        "\nTokens above which `streamed` is the faster, by shape:\n",
+        break_even_table(layers),
+        *file_section(table),
+        "\n## Merging into a narrow base\n",
+        merge_section(sections.cells),
+        "\nEvery cell with its 95 % interval is in the CSV file beside this report.\n",
     ]
     return "\n".join(parts)
 
 
-def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Median ratio and extra MiB by form, dtype, way and token count."""
-    keys = ["form", "dtype", "way"]
-    ratios = table.pivot_table(index=keys, columns="tokens", values="ratio", aggfunc="median").round(3)
-    extra = (table.pivot_table(index=keys, columns="tokens", values="extra", aggfunc="median") / 2**20).round(2)
-    ratios.columns = [f"time ratio, {n} tokens" for n in ratios.columns]
-    extra.columns = [f"extra MiB, {n} tokens" for n in extra.columns]
-    ratios["time ratio, all"] = table.groupby(keys)["ratio"].median().round(3)
-    return ratios.join(extra).reset_index()
-
-
-def cells_table(table: pd.DataFrame) -> pd.DataFrame:
-    """All cells as text."""
-    shown = table.copy()
-    shown["time ratio"] = [
-        f"{r:.3f} [{low:.3f}, {high:.3f}]" for r, low, high in zip(table.ratio, table.low, table.high, strict=True)
-    ]
-    shown["extra bytes"] = [f"{extra:,}" for extra in table.extra]
-    columns = ["layer", "count", "tokens", "dtype", "form", "way", "time ratio", "extra bytes", "check"]
-    return shown[columns].rename(columns={"count": "layers in SDXL"})
-
-
-def plot(table: pd.DataFrame, path: Path) -> None:
-    """Time ratio against extra memory, one panel per dtype, one marker per cell."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    for axis, dtype in zip(axes, ("f32", "bf16"), strict=True):
-        for (way, form), group in table[table.dtype == dtype].groupby(["way", "form"]):
-            marker = "o" if way == "runtime-lokr" else "s"
-            axis.scatter(group.extra / 2**20 + 0.01, group.ratio, label=f"{way}: {form}", marker=marker, alpha=0.7)
-        axis.axhline(1, color="gray", linewidth=0.8)
-        axis.set(xscale="log", yscale="log", xlabel="peak memory beyond the bare layer, MiB", title=dtype)
-    axes[0].set_ylabel("time over the bare layer")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _environment(env: Environment) -> str:
+def environment(env: Environment) -> str:
+    """One line of versions."""
     versions = ", ".join(f"{name} {version}" for name, version in env.versions.items())
     return f"{env.device}; {env.platform}; {versions}.\n"
 
 
-def _checks(sections: Sections) -> str:
+def noise_floor(table: pd.DataFrame) -> str:
+    """How much two equal ways differ here."""
+    found = noise(table)
+    loud = (
+        " **Too noisy to tell small differences: close other programs and run again.**" if found["half"] > 0.03 else ""
+    )
+    return (
+        f"Noise floor: the bare layer against itself, {found['cells']:.0f} cells: 95 % interval ±{found['half']:.1%} "
+        f"(median), farthest ratio {found['worst']:.1%} from 1, interval holds 1 in {found['hold']:.0%}.{loud}\n"
+    )
+
+
+def missing(sections: Sections) -> list[str]:
+    """What the budget left out, and what could not be run."""
+    failed = [cell for cell in sections.cells if not cell.seconds and not cell.facts]
+    lines = [f"Not measured: {c.labels} — {next(iter(c.check.values())).message}\n" for c in failed]
+    if sections.missing:
+        lines.append(f"Not measured within the budget: {len(sections.missing)} cells; run again with a larger one.\n")
+    return lines
+
+
+def checked(sections: Sections) -> str:
+    """What was compared with the oracle."""
     counts = ", ".join(f"{n} {name}" for name, n in sections.conform.most_common())
+    timed = Counter(check.outcome for cell in sections.cells for check in cell.check.values())
     lines = [
-        f"- generated and named cases: {counts}",
-        f"- SDXL's distinct layer shapes: {_tally(sections.layers)}",
+        f"- `runtime-lokr`, generated and named cases: {counts}",
+        f"- `runtime-lokr`, SDXL's distinct layer shapes: {tally(sections.layers)}",
+        f"- outputs of the timed calls, all ways: {', '.join(f'{n} {name}' for name, n in timed.items())}",
     ]
     if sections.file:
         file = sections.file
         lines.append(
-            f"- `{file.path.name}`: {len(file.targets)} modules, {_tally(sections.real)}; tensors unmatched "
+            f"- `{file.path.name}`: {len(file.targets)} modules, {tally(sections.real)}; tensors unmatched "
             f"{len(file.unmatched)}, skipped {len(file.skipped)}; modules refused {len(file.refused)}"
         )
     return "\n".join(lines) + "\n"
 
 
-def _tally(results: list[Result]) -> str:
+def tally(results: list[Result]) -> str:
+    """Outcomes, and the largest share of the error budget."""
     counts = Counter(result.judgement.outcome for result in results)
     worst = max((result.judgement.used for result in results), default=0.0)
     return ", ".join(f"{n} {name}" for name, n in counts.items()) + f" (at most {worst:.0%} of the error budget)"
+
+
+def step_tables(steps: pd.DataFrame, cells: list[Cell]) -> list[str]:
+    """Compute buffer, held bytes, seconds and ratio of each way, one table per dtype and width."""
+    made = []
+    for (narrowed, dtype, form), group in steps.groupby(["narrowed", "dtype", "form"]):
+        width = "real size" if narrowed == 1 else f"channels divided by {narrowed}"
+        made.append(f"SDXL's UNet, {width}, random weights, {dtype}, LoKr factor 8 {form} on all its layers.")
+        made.append("Buffer: peak beyond what is resident; held: what the way keeps beyond the bare model, MiB.\n")
+        made.append(step_table(group) + "\n")
+    return made
+
+
+def step_table(group: pd.DataFrame) -> str:
+    """Ways down, image sizes across."""
+    rows = []
+    for way in dict.fromkeys(group.way):
+        row = {"way": way}
+        for cell in group[group.way == way].to_dict("records"):
+            size = cell["size"]
+            row[f"{size}: buffer MiB"] = f"{cell['peak'] / MIB:,.1f}"
+            row[f"{size}: held MiB"] = f"{cell['held'] / MIB:,.1f}"
+            row[f"{size}: s/step"] = f"{cell['seconds']:.3f}"
+            row[f"{size}: ratio"] = interval(cell)
+        rows.append(row)
+    return to_markdown(pd.DataFrame(rows))
+
+
+def interval(cell: dict[str, float]) -> str:
+    """``1.07 [1.05, 1.09]``."""
+    return f"{cell['ratio']:.3f} [{cell['low']:.3f}, {cell['high']:.3f}]"
+
+
+def layer_summary(layers: pd.DataFrame) -> str:
+    """Median ratio and extra MiB by form, dtype, way and kind of token count."""
+    shown = layers[~layers.way.isin(NOT_WAYS)].copy()
+    shown["over floor"] = shown.ratio / shown.floor
+    keys = ["form", "dtype", "way"]
+    grouped = shown.groupby(keys)
+    few = shown[shown.tokens == 77].groupby(keys).ratio.median()
+    many = shown[shown.tokens > 77].groupby(keys).ratio.median()
+    table = pd.DataFrame({"ratio, all": grouped.ratio.median(), "ratio, 77 tokens": few, "ratio, more tokens": many})
+    table["slowest shape"] = grouped.ratio.max()
+    table["over FLOP floor"] = [
+        value if key[2] == "runtime-lokr" else None for key, value in grouped["over floor"].median().items()
+    ]
+    table = table.map(lambda value: "" if pd.isna(value) else f"{value:.3f}")
+    table["extra MiB, median"] = (grouped.extra.median() / MIB).map("{:,.2f}".format)
+    table["extra MiB, most"] = (grouped.extra.max() / MIB).map("{:,.2f}".format)
+    return to_markdown(table.reset_index())
+
+
+def layer_steps(layers: pd.DataFrame) -> str:
+    """Weighted ratios, image sizes across."""
+    sums = steps_of_layers(layers)
+    wide = sums.pivot_table(index=["model", "form", "dtype", "way"], columns="size", values="ratio")
+    return to_markdown(wide.map("{:.3f}".format).reset_index())
+
+
+def break_even_table(layers: pd.DataFrame) -> str:
+    """Shapes down, dtypes and forms across."""
+    points = break_even(layers)
+    points["tokens"] = points.tokens.map(lambda n: "always runtime" if n == float("inf") else f"{n:.0f}")
+    points["of"] = points.dtype + ", " + points.form
+    wide = points.pivot(index=["model", "layer"], columns="of", values="tokens")
+    return to_markdown(wide.reset_index())
+
+
+def file_section(table: pd.DataFrame) -> list[str]:
+    """The user's own file."""
+    own = table[(table.workload == "file") & ~table.way.isin(NOT_WAYS)]
+    if own.empty:
+        return []
+    shown = own.assign(ratio=[interval(row) for row in own.to_dict("records")])
+    shown["extra bytes"] = own.extra.map("{:,}".format)
+    columns = ["layer", "form", "layers", "tokens", "way", "ratio", "extra bytes", "check"]
+    return ["\n## Your file\n", to_markdown(shown[columns])]
+
+
+def merge_section(cells: list[Cell]) -> str:
+    """How much of ΔW arrives, by base dtype and size, summed once and one by one."""
+    text = (
+        "Eight LoRAs of equal size merged into a random 640×640 base: the share of ΔW that arrives (1: all of it), and "
+        "in brackets what arrives besides, both over ‖ΔW‖. Each rounded on its own, or summed in f32 and cast once.\n\n"
+    )
+    rows: dict[tuple[str, float], dict[str, str]] = {}
+    for cell in (cell for cell in cells if cell.labels["workload"] == "merge"):
+        row = rows.setdefault((cell.labels["dtype"], cell.labels["size"]), {})
+        name = "one by one" if cell.labels["one_by_one"] else "summed once"
+        row[name] = f"{cell.facts['along']:.3f} (±{cell.facts['noise']:.2f})"
+    named = [{"base": dtype, "‖ΔW‖/‖W‖": f"{size:.1%}", **row} for (dtype, size), row in rows.items()]
+    return text + to_markdown(pd.DataFrame(named))
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    """Aligned, numbers as they are given."""
+    return str(table.to_markdown(index=False, disable_numparse=True))

@@ -1,84 +1,157 @@
-"""The worker's side of a bench: one layer, its ways interleaved, bytes and seconds, and a check."""
+"""The worker's side of a bench: one workload, its ways interleaved, bytes and seconds, and a check."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fulldiff.cases.model import BenchCase, Case, RuntimeCase
-from fulldiff.harness.backends import cpu
-from fulldiff.harness.judge import compare, conclude, loaded
+from fulldiff.cases.model import BenchCase, Case, MergeCase, RuntimeCase, StepCase
+from fulldiff.harness.backends.base import Backend, Memory
+from fulldiff.harness.judge import compare, conclude, loaded, on
 from fulldiff.harness.part import part_of
 from fulldiff.harness.realise import Material, module_for, realise
-from fulldiff.harness.subjects.names import NO_ADAPTER
+from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 from fulldiff.harness.subjects.registry import subject
+from fulldiff.harness.subjects.runtime_lokr import plain_branches
 
 CHECKED_CHANNELS = 4
 MIN_BLOCKS, MAX_BLOCKS = 4, 40
+# A call of so many seconds is warm after the first, and gets half as many blocks.
+LONG = 1.0
+# A sample is at least this long, so that the clock's own error does not count.
 MIN_SAMPLE = 0.002
+# Before anything is kept, each way runs at least this long, or twice.
+WARM_UP = 0.02
 
 Call = Callable[[], Any]
 
 
-def run(case: Case, seconds: float) -> dict[str, Any]:
-    """Samples (seconds of one call), peak bytes and the check of each way.
-
-    A block is the ways in order and then in reverse (A B … B A), so that drift falls on all alike.
-    """
-    body = case.body
-    assert isinstance(body, BenchCase)
-    (_, runtime), *_ = body.steps
-    inner = Case(runtime, case.seed)
-    material = realise(inner, runtime)
-    modules = {way: _attached(runtime, material, way) for way in body.ways}
+def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
+    """Samples (seconds of one call), bytes and the check of each way of one workload."""
     with torch.no_grad():
-        checks = _checks(runtime, material, modules)
-        calls: dict[str, Call] = {way: _call(module, material.x) for way, module in modules.items()}
-        peaks = {way: cpu.peak_bytes(call) for way, call in calls.items()}
-        samples = interleave(calls, seconds)
-    return {"seconds": samples, "peak_bytes": peaks, "check": checks}
+        if isinstance(case.body, StepCase):
+            from fulldiff.harness import unet  # needs diffusers
+
+            return unet.run(case, seconds, backend)
+        if isinstance(case.body, MergeCase):
+            from fulldiff.harness import merging
+
+            return merging.run(case)
+        assert isinstance(case.body, BenchCase)
+        return _layer(case.body, case.seed, seconds, backend)
 
 
-def interleave(calls: dict[str, Call], budget: float) -> dict[str, list[float]]:
+def _layer(body: BenchCase, seed: int, seconds: float, backend: Backend) -> dict[str, Any]:
+    runtime = body.runtime
+    material = on(backend.device, realise(Case(runtime, seed), runtime))
+    modules = {way: module_for(runtime.layer, material.weight, material.bias) for way in body.ways}
+    held = {way: _attach(runtime, material, way, module, backend) for way, module in modules.items()}
+    calls: dict[str, Call] = {way: _call(module, material.x) for way, module in modules.items()}
+    checks = _checks(runtime, material, modules)
+    facts = {"flop_floor": flop_floor(runtime, material, modules[NO_ADAPTER])}
+    return measured(calls, held, seconds, backend) | {"check": checks, "facts": facts}
+
+
+def measured(
+    calls: Mapping[str, Call],
+    held: Mapping[str, Memory],
+    seconds: float,
+    backend: Backend,
+    prepare: Callable[[str], None] = lambda way: None,
+) -> dict[str, Any]:
+    """Bytes of a steady call of each way, what it holds beyond the bare layer, and samples of its time.
+
+    ``prepare`` is told which way comes next; what it does is not measured.
+    """
+    memory = {}
+    for way, call in calls.items():
+        prepare(way)
+        memory[way] = backend.memory(call)
+    return {
+        "peak_bytes": {way: each.peak for way, each in memory.items()},
+        "held_bytes": {way: each.kept for way, each in held.items()},
+        "seconds": interleave(calls, seconds, backend, prepare),
+    }
+
+
+def interleave(
+    calls: Mapping[str, Call], budget: float, backend: Backend, prepare: Callable[[str], None] = lambda way: None
+) -> dict[str, list[float]]:
     """At least MIN_BLOCKS and otherwise as many A B … B A blocks as fit the budget (seconds).
 
-    A way's sample is the mean of its two places in the block.
+    A way's sample is the mean of its two places in the block, so that drift falls on all alike.
     """
-    once = {way: min(cpu.seconds(call) for _ in range(2)) for way, call in calls.items()}
+    once = {}
+    for way, call in calls.items():
+        prepare(way)
+        once[way] = _warm(call, backend)
     repeats = {way: max(1, round(MIN_SAMPLE / max(1e-7, t))) for way, t in once.items()}
+    least = MIN_BLOCKS if max(once.values()) < LONG else MIN_BLOCKS // 2
     samples: dict[str, list[float]] = {way: [] for way in calls}
     end = time.perf_counter() + budget
     blocks = 0
-    while blocks < MIN_BLOCKS or (blocks < MAX_BLOCKS and time.perf_counter() < end):
+    while blocks < least or (blocks < MAX_BLOCKS and time.perf_counter() < end):
         blocks += 1
         block = dict.fromkeys(calls, 0.0)
-        for way in (*calls, *reversed(calls)):
-            block[way] += cpu.seconds(lambda way=way: [calls[way]() for _ in range(repeats[way])])  # type: ignore[misc]
+        for way in (*calls, *reversed(tuple(calls))):
+            prepare(way)
+            block[way] += backend.seconds(_repeated(calls[way], repeats[way]))
         for way, total in block.items():
             samples[way].append(total / (2 * repeats[way]))
     return samples
 
 
-def _attached(body: RuntimeCase, material: Material, way: str) -> nn.Module:
-    module = module_for(body.layer, material.weight, material.bias)
-    if way != NO_ADAPTER:
-        subject(way).attach(module, loaded(body, material))
-    return module
+def _warm(call: Call, backend: Backend) -> float:
+    """The fastest of the calls that warm up: at least two, for at least `WARM_UP`."""
+    start, times = time.perf_counter(), [backend.seconds(call)]
+    while times[-1] < LONG and (len(times) < 2 or time.perf_counter() - start < WARM_UP):
+        times.append(backend.seconds(call))
+    return min(times)
 
 
-def _call(module: nn.Module, x: Tensor) -> Call:
+def _repeated(call: Call, times: int) -> Call:
+    def repeat() -> None:
+        for _ in range(times):
+            call()
+
+    return repeat
+
+
+def _attach(body: RuntimeCase, material: Material, way: str, module: nn.Module, backend: Backend) -> Memory:
+    """Attach the way and run once; the bytes that stay are what it holds beyond the bare layer."""
+
+    def attach_and_run() -> None:
+        if way not in (NO_ADAPTER, AGAIN):
+            subject(way).attach(module, loaded(body, material))
+        module(material.x)
+
+    return backend.memory(attach_and_run)
+
+
+def flop_floor(body: RuntimeCase, material: Material, module: Any) -> float:
+    """FLOPs of the layer with its runtime branches, in their best order, over those of the bare layer."""
+    x, y = material.x, module(material.x)
+    sizes = (math.prod(x.shape[2:]), math.prod(y.shape[2:])) if body.layer.kernel else (1, 1)
+    items = x.shape[0] if body.layer.kernel else x.numel() // x.shape[-1]
+    bare = 2 * module.weight.numel() * y.numel() // body.layer.out
+    extra = sum(branch.flops(*sizes) * items for branch in plain_branches(module, loaded(body, material)))
+    return float(1 + extra / bare)
+
+
+def _call(module: nn.Module, x: torch.Tensor) -> Call:
     return lambda: module(x)
 
 
-def _checks(runtime: RuntimeCase, material: Material, modules: dict[str, nn.Module]) -> dict[str, Any]:
+def _checks(runtime: RuntimeCase, material: Material, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """The outputs of the timed calls against the oracle, on a part of the output channels."""
-    part = part_of(runtime, material, CHECKED_CHANNELS)
+    part = part_of(runtime, on("cpu", material), CHECKED_CHANNELS)
     return {
-        way: conclude(compare("output", part.body, part.material, subject(way), part.of(module(material.x))), "")
+        way: conclude(compare("output", part.body, part.material, subject(way), part.of(module(material.x).cpu())), "")
         for way, module in modules.items()
-        if way != NO_ADAPTER
+        if way not in (NO_ADAPTER, AGAIN)
     }

@@ -124,14 +124,14 @@ def read(path: Path, model: str) -> Report:
 
 def count(report: Report) -> int:
     """How many layers there are to judge."""
-    return len(_groups(report.match.targets))
+    return len(groups(report.match.targets))
 
 
 def judge(report: Report, worker: Worker, subject: str, weights: Header | None, advance: Callable[[], None]) -> Report:
     """The report with every layer judged; layers of one shape follow each other and share a base weight."""
-    groups = sorted(_groups(report.match.targets), key=lambda g: (g[0].layer.weight_shape, g[0].name))
+    ordered = sorted(groups(report.match.targets), key=lambda g: (g[0].layer.weight_shape, g[0].name))
     layers = []
-    for group in groups:
+    for group in ordered:
         layers.append(_judge(group, worker, subject, weights))
         advance()
     return Report(report.header, report.match, subject, tuple(layers))
@@ -168,7 +168,8 @@ def _weights(target: Target, header: Header) -> FileRef:
     return FileRef(str(header.path.resolve()), named | found)
 
 
-def _groups(targets: Iterable[Target]) -> list[tuple[Target, ...]]:
+def groups(targets: Iterable[Target]) -> list[tuple[Target, ...]]:
+    """The targets of each layer."""
     found: dict[str, list[Target]] = {}
     for target in targets:
         found.setdefault(target.name, []).append(target)
@@ -176,7 +177,7 @@ def _groups(targets: Iterable[Target]) -> list[tuple[Target, ...]]:
 
 
 def _first_of_each(targets: Iterable[Target]) -> list[Target]:
-    return [group[0] for group in _groups(targets)]
+    return [group[0] for group in groups(targets)]
 
 
 def outcomes(layers: Iterable[Checked]) -> Counter[str]:

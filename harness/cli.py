@@ -17,7 +17,7 @@ from rich.table import Table
 from fulldiff.cases.model import CaseError
 from fulldiff.harness import conform as conforming
 from fulldiff.harness.devices import devices as find_devices
-from fulldiff.harness.manager import Worker, WorkerError
+from fulldiff.harness.manager import BackendAbsent, Worker, WorkerError
 from fulldiff.harness.results import Result, ResultsError
 from fulldiff.harness.search import FINE
 from fulldiff.harness.suites import SUITES
@@ -180,21 +180,23 @@ def convert(
 
 @app.command()
 def bench(
-    backend: Annotated[str, typer.Option(help="cpu")] = "cpu",
-    adapter: Annotated[Path | None, typer.Option(help="A LoKr file of yours (safetensors)")] = None,
-    seconds: Annotated[float, typer.Option(help="At least so long per cell, beside the minimum of blocks")] = 0.1,
+    backend: Annotated[str, typer.Option(help="cpu, cuda or rocm")] = "cpu",
+    adapter: Annotated[Path | None, typer.Option(help="An adapter file of yours (safetensors), measured too")] = None,
+    model: Annotated[str, typer.Option(help="The file's base: sdxl, sd15, flux or zimage")] = "sdxl",
+    full: Annotated[bool, typer.Option(help="All models' shapes and sizes; SDXL's UNet at real size")] = False,
+    budget: Annotated[float, typer.Option(help="Minutes of measuring at most; 0: no limit")] = 0.0,
+    seconds: Annotated[float, typer.Option(help="At least so long per cell, beside the minimum of blocks")] = 0.05,
     threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
-    full: Annotated[bool, typer.Option(help="4096 tokens on every layer shape, not only where SDXL has them")] = False,
     out: Out = Path("reports"),
 ) -> None:
-    """Check runtime LoKr, then measure bytes and time on SDXL's layers; write cpu.md, cpu.png, cpu.jsonl."""
+    """Check the ways of applying an adapter, then measure their bytes and time; write BACKEND.md and its data.
+
+    A run that was interrupted goes on when started again.
+    """
     from fulldiff.harness import bench as benching
 
-    if backend != "cpu":
-        console.print(f"backend {backend!r}: only cpu can be measured so far")
-        raise typer.Exit(ABSENT)
-    ok = benching.bench(adapter, full, seconds, threads, out, console)
-    raise typer.Exit(0 if ok else CONFORMANCE)
+    options = benching.Options(backend, adapter, model, full, seconds, budget, threads, out)
+    raise typer.Exit(0 if benching.bench(options, console) else CONFORMANCE)
 
 
 def main() -> None:
@@ -206,6 +208,9 @@ def main() -> None:
     except (CaseError, ResultsError, conforming.ExpectationError, FileError) as error:
         console.print(f"fulldiff: {error}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(USAGE)
+    except BackendAbsent as error:
+        console.print(f"fulldiff: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(ABSENT)
     except WorkerError as error:
         console.print(f"fulldiff: {error}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(HARNESS)

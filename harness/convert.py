@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from fulldiff.cases.tables import LDM_PREFIX
 from fulldiff.harness.files.base import table
 from fulldiff.harness.files.container import FileError, read_header
+from fulldiff.harness.files.joining import is_stored
 from fulldiff.harness.files.match import Match, Target, match
 from fulldiff.harness.files.writers import Writer
 from fulldiff.harness.manager import Worker
@@ -77,12 +77,6 @@ def parts(found: Match) -> dict[str, tuple[Part, ...]]:
             ranges = row.original.rows if is_stored(target) else ()
             made.setdefault(f"{row.part}.{row.name}", []).append(Part(target.adapter, _shape(target), ranges))
     return {name: tuple(own) for name, own in made.items()}
-
-
-def is_stored(target: Target) -> bool:
-    """Whether the target is a tensor of the original checkpoint, whose rows the layers share or reorder."""
-    original = target.rows[0].original
-    return bool(original.rows) and target.name == original.path.removeprefix(LDM_PREFIX)
 
 
 def _shape(target: Target) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ base hides a wrong adapter), and what must not change (the input, the base after
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ from fulldiff.reference.truth import POLICIES, Factors, Truth
 Report = Callable[[str], None]
 
 
+@dataclass
+class Where:
+    """The device that subjects run on; the oracle is always computed on the CPU."""
+
+    device: str = "cpu"
+
+
+where = Where()
+
+
 def judge(case: Case, subject: Subject, stage: Report) -> Judgement:
     """The judgement of one runtime case; ``stage`` is told what is about to run, for crash reports."""
     assert isinstance(case.body, RuntimeCase)
@@ -33,7 +43,8 @@ def judge(case: Case, subject: Subject, stage: Report) -> Judgement:
     # A crash of torch's own layer is not the subject's: the stage tells them apart.
     stage(BARE)
     with torch.no_grad():
-        module_for(case.body.layer, material.weight, material.bias)(material.x)
+        bare = on(where.device, material)
+        module_for(case.body.layer, bare.weight, bare.bias)(bare.x)
     for name, part in (("output", material), ("delta alone", _without_base(material))):
         stage(f"subject: {name}")
         try:
@@ -61,11 +72,12 @@ def conclude(claims: Sequence[Claim], digest: str, remark: str = "") -> Judgemen
 
 def observe(body: RuntimeCase, material: Material, subject: Subject) -> tuple[Tensor, Claim]:
     """The subject's output, and whether input and base are bit for bit what they were."""
+    material = on(where.device, material)
     module = module_for(body.layer, material.weight, material.bias)
     x = material.x.clone(memory_format=torch.preserve_format)
     detach = subject.attach(module, loaded(body, material))
     with torch.no_grad():
-        y = module(x).clone()
+        y = module(x).cpu().clone()
     detach()
     weight = module.weight
     assert isinstance(weight, Tensor)
@@ -73,6 +85,15 @@ def observe(body: RuntimeCase, material: Material, subject: Subject) -> tuple[Te
         restored = torch.equal(module(x), module_for(body.layer, material.weight, material.bias)(x))
     same = _bits(x, material.x) and _bits(weight, material.weight) and restored
     return y, Claim("leaves input and base as they were", same, 0.0 if same else 1.0)
+
+
+def on(device: str, material: Material) -> Material:
+    """The same tensors on a device."""
+    if device == "cpu" and material.x.device.type == "cpu":
+        return material
+    bias = None if material.bias is None else material.bias.to(device)
+    adapters = tuple({name: t.to(device) for name, t in tensors.items()} for tensors in material.adapters)
+    return Material(material.weight.to(device), bias, adapters, material.x.to(device))
 
 
 def loaded(body: RuntimeCase, material: Material) -> list[Adapter]:
@@ -136,7 +157,7 @@ def _finite(share: float) -> float:
 
 def memory(body: RuntimeCase, material: Material, subject: Subject) -> list[Claim]:
     """A subject that promises peak bytes is held to them, to the byte (f32)."""
-    if body.dtype != "f32":
+    if body.dtype != "f32" or where.device != "cpu":
         return []
     module, x = module_for(body.layer, material.weight, material.bias), material.x
     with torch.no_grad():

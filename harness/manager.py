@@ -41,6 +41,10 @@ class WorkerError(RuntimeError):
     """A worker that cannot be started or speaks another protocol; the message says what to do."""
 
 
+class BackendAbsent(RuntimeError):
+    """A backend that cannot run here; the message says exactly which piece is missing."""
+
+
 class Worker:
     """One worker process, started when first asked and again after each crash.
 
@@ -50,9 +54,14 @@ class Worker:
     """
 
     def __init__(
-        self, python: str = sys.executable, threads: int = 1, limit: float = CASE_LIMIT, timed: bool = False
+        self,
+        python: str = sys.executable,
+        threads: int = 1,
+        limit: float = CASE_LIMIT,
+        timed: bool = False,
+        backend: str = "cpu",
     ) -> None:
-        self.python, self.threads, self.limit = python, threads, limit
+        self.python, self.threads, self.limit, self.backend = python, threads, limit, backend
         self.environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         if not timed:
             self.environment |= KEEP_MEMORY
@@ -127,7 +136,8 @@ class Worker:
         return answer.judgement
 
     def _died(self, outcome: str, words: str, stage: str) -> Answer:
-        self.fork = CAN_FORK
+        # A child of a process that uses a GPU cannot use it.
+        self.fork = CAN_FORK and self.backend == "cpu"
         tail = self._stderr_tail()
         message = f"{words}, in stage '{stage}'" + (f"; it last printed: {tail}" if tail else "")
         return Answer(Judgement(outcome, message=message, where=stage))  # type: ignore[arg-type]
@@ -148,11 +158,15 @@ class Worker:
                 raise WorkerError(
                     f"{self.python}: its fulldiff speaks another protocol than {PROTOCOL}; install this one"
                 )
+            if hello.missing:
+                self.stop()
+                raise BackendAbsent(f"backend {self.backend}: {hello.missing}")
             self.hello = hello
         return self._process
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        command = [self.python, "-m", "fulldiff.harness.worker", "--threads", str(self.threads)]
+        options = ["--threads", str(self.threads), "--backend", self.backend]
+        command = [self.python, "-m", "fulldiff.harness.worker", *options]
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
         self._lines: queue.Queue[bytes] = queue.Queue()
         process = subprocess.Popen(

@@ -52,12 +52,13 @@ class Judgement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The worker's first line."""
+    """The worker's first line. ``missing`` says what keeps its backend from running, empty if nothing does."""
 
     protocol: int
     versions: dict[str, str]
     device: str
     threads: int
+    missing: str = ""
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
@@ -141,8 +142,26 @@ class Compare(msgspec.Struct, frozen=True, tag="compare"):
     limit: float = 600.0
 
 
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Load the case's files onto weights made for it, with a loader, and merge them; the time by stage."""
+
+    case: Case
+    loader: str
+    limit: float = 3600.0
+
+
+class TimeLoad(msgspec.Struct, frozen=True, tag="time-load"):
+    """Time ``ways`` of matching a load case's files (``end_to_end``: opening and merging them too), interleaved."""
+
+    case: Case
+    ways: tuple[str, ...]
+    seconds: float
+    end_to_end: bool = False
+    limit: float = 3600.0
+
+
 # Each gets one Answer within ``limit`` seconds.
-Request = Judge | Measure | LoadCode | Write | Compare
+Request = Judge | Measure | LoadCode | Write | Compare | Load | TimeLoad
 Message = Hello | Stage | Answer
 
 

@@ -52,7 +52,8 @@ class Result(msgspec.Struct, frozen=True, tag="result", omit_defaults=True):
 
 
 class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
-    """One measured cell of a bench: seconds of each sample and bytes, per way."""
+    """One measured workload, per way: seconds of each sample, the peak bytes of a call and what is held between
+    calls, both as the allocator saw them. ``facts`` are numbers of the workload itself (the FLOP floor, …)."""
 
     id: str
     backend: str
@@ -60,6 +61,8 @@ class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
     seconds: dict[str, list[float]]
     peak_bytes: dict[str, int]
     check: dict[str, Judgement]
+    held_bytes: dict[str, int] = {}
+    facts: dict[str, float] = {}
 
 
 Line = Environment | Result | Cell | End

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fulldiff.harness.convert import is_stored
 from fulldiff.harness.files import fold
 from fulldiff.harness.files.base import table
 from fulldiff.harness.files.container import read_header
+from fulldiff.harness.files.joining import is_stored
 from fulldiff.harness.files.match import Target, match
 from fulldiff.harness.files.writers import Piece, UnspellableError, Writer
 from fulldiff.harness.protocol import Claim, Compare, Judgement, Part, Write

@@ -1,4 +1,4 @@
-"""The worker: ``ANY_INTERPRETER -m fulldiff.harness.worker [--fork] [--threads N]``.
+"""The worker: ``ANY_INTERPRETER -m fulldiff.harness.worker [--fork] [--threads N] [--backend NAME]``.
 
 Reads one `Request` a line from stdin and answers on a private copy of stdout; whatever a subject prints
 goes to stderr. With ``--fork`` (POSIX) every request runs in a child of this preloaded process, so that
@@ -17,15 +17,16 @@ import sys
 import sysconfig
 import time
 import traceback
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any, BinaryIO
 
 import msgspec
 import torch
 
-from fulldiff.harness import bench_worker, rewriting
+from fulldiff.harness import bench_worker, load_worker, rewriting
 from fulldiff.harness.adapter_facts import facts_of
-from fulldiff.harness.backends import cpu
+from fulldiff.harness.judge import where
 from fulldiff.harness.protocol import (
     PROTOCOL,
     Answer,
@@ -33,10 +34,12 @@ from fulldiff.harness.protocol import (
     Hello,
     Judge,
     Judgement,
+    Load,
     Measure,
     Message,
     Request,
     Stage,
+    TimeLoad,
     Write,
     describe_exit,
 )
@@ -44,16 +47,23 @@ from fulldiff.harness.subjects.registry import SubjectError, subject_of
 from fulldiff.harness.suites import SUITES, imported
 
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
+TORCH_BACKENDS = ("cpu", "cuda", "rocm")
 LIBRARIES = ("fulldiff", "torch", "safetensors", "numpy")
+_backend: Any = None
 _subjects: dict[tuple[str, str], Any] = {}
 
 
 def main() -> None:
     """Serve requests until stdin ends."""
+    global _backend
     options = _options()
+    _backend = import_module(f"fulldiff.harness.backends.{options.backend}")
+    where.device = _backend.device
     torch.set_num_threads(options.threads)
     channel = _private_stdout()
-    _send(channel, Hello(PROTOCOL, _versions(), cpu.describe(), options.threads))
+    missing = _backend.missing() or ""
+    device = "" if missing else _backend.describe()
+    _send(channel, Hello(PROTOCOL, _versions(), device, options.threads, missing))
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=Request)
         if options.fork:
@@ -79,11 +89,13 @@ def _answer(channel: BinaryIO, request: Request) -> Answer:
     if isinstance(request, Judge):
         return _judged(channel, request)
     if isinstance(request, Measure):
-        return Answer(bench=bench_worker.run(request.case, request.seconds))
+        return Answer(bench=bench_worker.run(request.case, request.seconds, _backend))
     if isinstance(request, Write):
         return Answer(written=rewriting.write(request))
     if isinstance(request, Compare):
         return Answer(rewriting.compare(request))
+    if isinstance(request, Load | TimeLoad):
+        return Answer(bench=load_worker.run(request))
     _subject(request.suite, request.subject)
     return Answer(code=_code())
 
@@ -169,6 +181,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fork", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--backend", choices=TORCH_BACKENDS, default="cpu")
     return parser.parse_args()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
+from fulldiff.harness.backends.base import Memory
+
 name = "cpu"
 device = "cpu"
 
@@ -23,21 +25,25 @@ def describe() -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most bytes that ``call`` has allocated and not yet freed, operators' own buffers included.
+def memory(call: Callable[[], Any]) -> Memory:
+    """The bytes that ``call`` allocates, operators' own buffers included: the most at once, and what stays.
 
     Read from the allocator's record of every allocation and release, so exact and repeatable.
     """
     with profile(profile_memory=True, use_kineto=True) as record:
-        result = call()
+        call()
     events = record.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    del result
     live = peak = 0
     for _, change in changes:
         live += change
         peak = max(peak, live)
-    return peak
+    return Memory(peak, live)
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """The most bytes that ``call`` has allocated and not yet freed at once."""
+    return memory(call).peak
 
 
 def seconds(call: Callable[[], Any]) -> float:

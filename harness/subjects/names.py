@@ -18,8 +18,11 @@ OURS = {
     "hybrid": "fulldiff.harness.subjects.hybrid:Hybrid",
     "planned": "fulldiff.harness.subjects.planned:Planned",
     "merged": "fulldiff.harness.subjects.merged:Merged",
+    "ljl": "fulldiff.harness.subjects.ljl:Ljl",
     **{name: f"fulldiff.harness.subjects.ggml.{target}" for name, target in GGML.items()},
 }
 FAULT = "fault:"
 # The bare layer as a way of a bench: the yardstick, no subject.
 NO_ADAPTER = "no adapter"
+# The bare layer once more, as if it were a way: its ratio is the noise floor.
+AGAIN = "no adapter (A/A)"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fulldiff.harness.subjects import contraction, fallback
 from fulldiff.harness.subjects.base import Adapter, Forward
 from fulldiff.harness.subjects.costs import costs
-from fulldiff.harness.subjects.runtime_lokr import Branch, RuntimeLokr, branches_of
+from fulldiff.harness.subjects.runtime_lokr import Branch, RuntimeLokr, plain_branches
 from fulldiff.harness.subjects.stacked import Stacked
 from fulldiff.harness.subjects.streamed import Streamed, is_fusible
 
@@ -33,7 +33,7 @@ class Planned(Stacked):
         if not all(is_fusible(adapter) or fallback.is_plain(adapter) for adapter in adapters if adapter.strength):
             return through
         direct = self.runtime.forward(module, adapters, base)
-        branches = [branch for branch in branches_of(module, adapters) if isinstance(branch, Branch)]
+        branches = plain_branches(module, adapters)
         chosen: dict[tuple[int, ...], Forward] = {}
 
         def forward(x: Tensor) -> Tensor:

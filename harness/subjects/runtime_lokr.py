@@ -69,6 +69,11 @@ def branches_of(module: nn.Module, adapters: Sequence[Adapter]) -> list[fallback
     return [branch for adapter in active for branch in fallback.branches(module, adapter, Branch.make)]
 
 
+def plain_branches(module: nn.Module, adapters: Sequence[Adapter]) -> list[Branch]:
+    """The branches that never make a ΔW."""
+    return [branch for branch in branches_of(module, adapters) if isinstance(branch, Branch)]
+
+
 @dataclass(frozen=True)
 class Plan:
     """The steps to run, in the layer's dtype; the scale; the elements alive at the worst moment, per item."""
@@ -111,6 +116,12 @@ class Branch:
             steps = (Step(s.axis, s.matrix.to(dtype).contiguous(), s.kernel) for s in order)
             self.ready[key] = Plan(tuple(steps), scale, peak)
         return self.ready[key]
+
+    def flops(self, positions_in: int = 1, positions_out: int = 1) -> int:
+        """FLOPs of one item in the chosen order."""
+        shape = contraction.Shape(self.w1[1], self.w2[1], positions_in, positions_out)
+        groups = 1 if isinstance(self.module, nn.Linear) else self.module.groups
+        return groups * contraction.cost(self.plan(positions_in, positions_out).steps, shape).flops
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
         """y += scale · ΔW x, with x the layer's input and y its output."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fulldiff.harness.subjects import factors, full_diff
-from fulldiff.harness.subjects.base import Adapter, Forward
+from fulldiff.harness.subjects.base import Adapter, Forward, Refused
 from fulldiff.harness.subjects.stacked import Stacked
 
 # A diff of these kinds, with nothing beside its factors, needs no ΔW of its own.
@@ -84,9 +84,7 @@ class Fused:
         up, uq = w1.shape
         kernel = weight[0, 0].numel()
         if w2.numel() != vp * vq * kernel:
-            raise full_diff.Refused(
-                f"w2 gives {tuple(w2.shape)}, the weight {tuple(weight.shape)} needs ({vp}, {vq}, …)"
-            )
+            raise Refused(f"w2 gives {tuple(w2.shape)}, the weight {tuple(weight.shape)} needs ({vp}, {vq}, …)")
         one, two = w1.reshape(up, 1, uq, 1, 1), w2.reshape(1, vp, 1, vq, kernel)
         return one.to(weight.dtype), two.to(weight.dtype), (up, vp, uq, vq, kernel)
 

@@ -1,0 +1,70 @@
+"""The plots of a bench: time against memory, and the ways side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fulldiff.harness.bench_numbers import MIB, steps_of_layers
+from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
+
+COLOURS = {
+    "full-diff": "tab:red", "full-diff-alive": "tab:brown", "streamed": "tab:orange", "runtime-lokr": "tab:blue",
+    "hybrid": "tab:purple", "planned": "tab:green", "merged": "tab:gray",
+}  # fmt: skip
+
+
+def plot(table: pd.DataFrame, path: Path) -> None:
+    """Left: each layer cell; middle: a step's layers together; right: a whole step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = table[~table.way.isin([NO_ADAPTER, AGAIN])]
+    figure, axes = plt.subplots(1, 3, figsize=(17, 5), layout="constrained")
+    layers = table[table.workload == "layer"]
+    scatter(axes[0], shown[shown.workload == "layer"], "single layers")
+    bars(axes[1], steps_of_layers(layers))
+    pareto(axes[2], shown[shown.workload == "step"])
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def scatter(axis: Any, cells: pd.DataFrame, title: str) -> None:
+    """Time ratio against extra memory, one point per cell."""
+    for way, group in cells.groupby("way"):
+        axis.scatter(
+            group.extra.clip(lower=0) / MIB + 0.01, group.ratio, s=14, alpha=0.6, color=COLOURS[way], label=way
+        )
+    decorate(axis, title, "peak memory beyond the bare layer, MiB")
+
+
+def bars(axis: Any, sums: pd.DataFrame) -> None:
+    """A step's layers together, by image size, dtype and form."""
+    wide = sums.pivot_table(index=["size", "dtype", "form"], columns="way", values="ratio")
+    wide.index = [" ".join(map(str, key)) for key in wide.index]
+    wide.plot.barh(ax=axis, color=[COLOURS[way] for way in wide.columns], legend=False)
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set(xlim=(0.95, None), xlabel="time over the bare layers", title="the layers of a step, weighted", ylabel="")
+    axis.tick_params(axis="y", labelsize=7)
+
+
+def pareto(axis: Any, steps: pd.DataFrame) -> None:
+    """Whole steps: time against buffer and held bytes, one line of points per image size."""
+    for (way, size), group in steps.groupby(["way", "size"]):
+        memory = (group.extra.clip(lower=0) + group.held.clip(lower=0)) / MIB + 0.01
+        axis.scatter(memory, group.ratio, color=COLOURS[way], s=40)
+        for x, y in zip(memory, group.ratio, strict=True):
+            axis.annotate(f"{way} {size}", (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
+    decorate(axis, "a whole step", "memory beyond the bare model, buffer and held, MiB", legend=False)
+
+
+def decorate(axis: Any, title: str, label: str, legend: bool = True) -> None:
+    """Logarithmic memory, the bare layer's time as a line."""
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set(xscale="log", xlabel=label, ylabel="time over the bare layer", title=title)
+    if legend:
+        axis.legend(fontsize=8)
