@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from fulldiff.harness.backends import vulkan
+
 PROBE = """
 import json, torch
 print(json.dumps([torch.__version__, torch.version.cuda, torch.version.hip, torch.cuda.is_available(),
@@ -24,7 +26,7 @@ def devices() -> list[tuple[str, str]]:
         ("cpu", f"available: {capability}, torch {torch}"),
         ("cuda", _gpu("CUDA", cuda, available, name, torch)),
         ("rocm", _gpu("ROCm", hip, available, name, torch)),
-        ("vulkan", "absent: this version of fulldiff has no Vulkan backend yet"),
+        ("vulkan", vulkan.state()),
     ]
 
 

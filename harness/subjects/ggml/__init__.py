@@ -1,0 +1,1 @@
+"""Subjects that compute with ggml's graphs, on its CPU or Vulkan backend."""
