@@ -94,7 +94,7 @@ def _foreign(model: Model) -> list[Spot]:
 def _nonsense(draw: DrawFn) -> Modules:
     """Modules of no model, and perhaps one tensor more or less."""
     count = draw(sampled_from(NONSENSE_COUNTS))
-    lora = factors.lora(*SOME_SHAPE, 1, alpha=Alpha("0d", 1.0))
+    lora = factors.lora(4, 4, 1, alpha=Alpha("0d", 1.0))
     made = {f"lora_unet_nonsense_{at}": lora for at in range(count)}
     if count and draw(_sometimes):
         made["lora_te_nonsense"] = Adapter("lora", {"lora_down.weight": (1, 4)})

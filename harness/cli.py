@@ -199,6 +199,42 @@ def bench(
     raise typer.Exit(0 if benching.bench(options, console) else CONFORMANCE)
 
 
+@app.command()
+def load(
+    files: Annotated[list[Path], typer.Argument(help="Adapter files (safetensors), in the order of loading")],
+    model: Annotated[str, typer.Option(help="sd15, sdxl, flux or zimage")],
+    strength: Annotated[list[float] | None, typer.Option(help="One for all files, or one for each")] = None,
+    text_strength: Annotated[list[float] | None, typer.Option(help="The text encoders'; none: the same")] = None,
+    rejection: Annotated[str, typer.Option(help="When a file is left out: 12-tensors, half or never")] = "12-tensors",
+    loader: Annotated[str, typer.Option(help="indexed, referential, naive … or package.module:Name")] = "indexed",
+    threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
+) -> None:
+    """Load several adapter files onto one model, end to end; say what each did to which part.
+
+    Exit code 2: a file is rejected or only partly used.
+    """
+    from fulldiff.harness import load_files
+
+    with Worker(threads=threads, timed=True) as worker:
+        strengths = strength or [1.0]
+        made = load_files.load(files, model, strengths, text_strength or [], rejection, loader, worker)
+    load_files.show(made, model, console)
+    raise typer.Exit(0 if made.whole else USAGE)
+
+
+@app.command(name="bench-load")
+def bench_load(
+    seconds: Annotated[float, typer.Option(help="At least so long per workload, beside the minimum of blocks")] = 5,
+    files: Annotated[int, typer.Option(help="How many rank-16 SDXL files to load end to end; 0: none")] = 8,
+    threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
+    out: Out = Path("reports"),
+) -> None:
+    """Time loaders on the eight sets of the referential-loading pull request; write load.md, load.png, load.jsonl."""
+    from fulldiff.harness import bench_load as benching
+
+    benching.bench(out, seconds, threads, files, console)
+
+
 def main() -> None:
     """Run the command line; known errors become one line and an exit code."""
     from fulldiff.harness.files.container import FileError

@@ -100,8 +100,8 @@ def _fates(where: str, want: Fate, got: Fate) -> Iterator[Difference]:
         yield from _keys(f"targets of the {part}", where, wanted, found)
         for target in wanted.keys() & found.keys():
             if not _same_module(wanted[target], found[target]):
-                names = (f"{kind} {sorted(tensors)}" for kind, tensors in (wanted[target], found[target]))
-                yield "the patch of a target", f"{target.weight}, {where}", *names
+                one, two = (f"{kind} {sorted(tensors)}" for kind, tensors in (wanted[target], found[target]))
+                yield "the patch of a target", f"{target.weight}, {where}", one, two
 
 
 def _keys(claim: str, where: str, want: Mapping[Any, object], got: Mapping[Any, object]) -> Iterator[Difference]:

@@ -123,7 +123,7 @@ class Indexed(load.Naive, Loader):
                 modules[place[0]] = {place[1]: tensor}
             else:
                 module[place[1]] = tensor
-        self.names_tried += len(modules)
+        self.names_tried += len(file.tensors)
         return modules, unmatched
 
     def other(

@@ -9,3 +9,7 @@ LOADERS = {
     "referential-forced": f"{PACKAGE}.scanning:ReferentialForced",
     "indexed": f"{PACKAGE}.indexed:Indexed",
 }
+# Ways of a bench. A loader that was used on this model before: what it remembers is part of the bargain.
+WARM = " (warm)"
+# The first file alone, timed in the same blocks: what the others add.
+FIRST = " (first file)"

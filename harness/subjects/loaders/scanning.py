@@ -17,7 +17,7 @@ from fulldiff.harness.subjects.loaders import merging
 from fulldiff.harness.subjects.loaders.base import Loader
 from fulldiff.reference import load
 from fulldiff.reference.key_maps import Base, Target, denoiser_names, text_names
-from fulldiff.reference.load import File, Found, Loaded, Patch, Rejection
+from fulldiff.reference.load import Fate, File, Found, Loaded, Patch, Rejection
 
 Position = int
 
@@ -70,7 +70,7 @@ class Referential(Hoisted):
         self.several = self.forced or len(files) > 1
         return super().load(base, files, rejection)
 
-    def fate(self, base: Base, file: File, rejection: Rejection, weights: frozenset[str]) -> load.Fate:
+    def fate(self, base: Base, file: File, rejection: Rejection, weights: frozenset[str]) -> Fate:
         if self.several and not isinstance(self.denoiser, KnownFirst):
             self.denoiser, self.text = KnownFirst(self.denoiser), KnownFirst(self.text)
         return super().fate(base, file, rejection, weights)
