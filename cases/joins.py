@@ -26,7 +26,6 @@ POOLS: dict[str, tuple[str, ...]] = {
         "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k",
         "unet.down_blocks.0.attentions.0.proj_in",
         "unet.conv_out",
-        "unet.down_blocks.0.downsamplers.0.conv",
     ),
     "sdxl": (
         "unet.down_blocks.0.resnets.0.time_emb_proj",
@@ -36,6 +35,7 @@ POOLS: dict[str, tuple[str, ...]] = {
         "unet.conv_out",
     ),
 }
+STRIDED = "unet.down_blocks.0.downsamplers.0.conv"
 # Which layers a family's files can name, and whether they hold alpha and a mid factor.
 POSITIONAL = (POOLS["sd15"][0], POOLS["sd15"][2], POOLS["sd15"][3])
 SPELLINGS = ("kohya", "lycoris", "diffusers", "peft", "cloneofsimo")
@@ -72,7 +72,8 @@ def _cases(draw: DrawFn, values: tuple[Values, ...], dtypes: tuple[DType, ...]) 
     pairs = zip(ranks, weights, strict=True)
     files = tuple(draw(_files(model, rank, weight if exact else None, dtypes)) for rank, weight in pairs)
     scale = draw(sampled_from((1.0, 1.0, 2.0, -1.0) if exact else (1.0, 0.7, -1.5)))
-    diagonal = draw(_diagonals(ranks, exact, scale))
+    known = [rank if file.modules else 0 for rank, file in zip(ranks, files, strict=True)]
+    diagonal = draw(_diagonals(known, exact, scale))
     base = Model(model, draw(sampled_from(dtypes)))
     return Case(JoinCase(base, files, tuple(weights), diagonal, scale, chosen), draw(integers(0, 2**32 - 1)))
 
@@ -91,7 +92,9 @@ def _files(draw: DrawFn, model: str, rank: Rank, weight: float | None, dtypes: t
     """One file; ``weight`` is that of an exact case. One in eight holds nothing but learned tokens."""
     spelling = draw(sampled_from(SPELLINGS[: 4 if model != "sd15" else 5]))
     only_tokens = draw(sampled_from((False,) * 7 + (True,)))
-    pool = _named_by(spelling, model, draw(sampled_from(("unet.", "text_encoder."))))
+    # PEFT's names do not tell SDXL's two text encoders apart.
+    part = draw(sampled_from(("unet.", "text_encoder."))) if model == "sd15" else "unet."
+    pool = _named_by(spelling, model, part)
     names = [] if only_tokens else draw(st.lists(sampled_from(pool), min_size=1, max_size=MAX_LAYERS, unique=True))
     dtype = draw(sampled_from(dtypes))
     # Which factor shapes a layer has with a mid factor is up to each file.
@@ -166,6 +169,9 @@ def named_joins() -> dict[str, Case]:
         ),
         "join/conv-mid-with-plain": _named(
             (1.0, 0.5), (1.0, 3.0), AdapterFile(modules=_on(conv, 2, True)), AdapterFile(modules=_on(conv, 3))
+        ),
+        "join/conv-strided": _named(
+            (1.0, 1.0), (1.0, 2.5), AdapterFile(modules=_on(STRIDED, 2)), AdapterFile(modules=_on(STRIDED, 1))
         ),
         "join/tokens-only": _named((1.0, 1.0), None, both, AdapterFile(tokens=2)),
         "join/scale-realised": _named((1.0, 1.0), (1.0, 1.0), both, both, scale=0.7),

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fulldiff.cases import tensors as generator
-from fulldiff.cases.model import Case, JoinCase
+from fulldiff.cases.model import Case, FactorDType, JoinCase
 from fulldiff.harness.files.joining import widest
 from fulldiff.harness.join_files import adapters_of, parts_of_files, rows_of, tokens_of, write_files
 from fulldiff.harness.judge import conclude
@@ -35,18 +35,21 @@ from fulldiff.reference.truth import Truth
 # written anew rounds once more. 1 % for the sums in float64 and products of errors.
 ROUNDINGS = 2 * 1.01
 REWRITTEN = 3 * 1.01
+# The oracle's own sums, in float64: of a joined file and of its parts.
+ORACLE = 64 * UNIT_ROUNDOFF["f64"]
 TOKENS, SIDE = 3, 4
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What a case is judged by: its files and, by layer, what they hold; the dtype that a joined file is kept in."""
+    """What a case is judged by: its files and, by layer, what they hold, and the dtype that it is kept in."""
 
     case: Case
     body: JoinCase
     paths: list[Path]
     parts: dict[str, list[Part]]
-    file_dtype: str
+    dtypes: dict[str, FactorDType]
+    sums: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
 
     @property
     def setting(self) -> Setting:
@@ -59,6 +62,14 @@ class Ground:
     def still(self) -> Setting:
         """Nothing set: every number 1."""
         return replace(self.setting, numbers=[1.0] * len(self.paths), scale=1.0)
+
+    def sum(self, layer: str, setting: Setting) -> Tensor:
+        """The layer's delta under the case's setting, or with nothing set."""
+        known = (layer, setting == self.still)
+        if known not in self.sums:
+            shape, parts = rows_of(self.body.model.name)[layer].weight_shape, self.parts[layer]
+            self.sums[known] = Join().joined(parts, shape) if known[1] else Join().running(parts, setting, shape)
+        return self.sums[known]
 
 
 def judge(case: Case, subject: Joiner, stage: Callable[[str], None]) -> Judgement:
@@ -79,8 +90,9 @@ def judge(case: Case, subject: Joiner, stage: Callable[[str], None]) -> Judgemen
 
 def _ground(case: Case, body: JoinCase, folder: Path) -> Ground:
     paths = write_files(case, folder)
-    dtypes = [adapter.dtype for file in body.files for adapter in file.modules.values()]
-    return Ground(case, body, paths, parts_of_files(paths, body.weights, body.model.name), widest(dtypes or ["f32"]))
+    parts = parts_of_files(paths, body.weights, body.model.name)
+    dtypes = {name: widest([f.modules[name].dtype for f in body.files if name in f.modules]) for name in parts}
+    return Ground(case, body, paths, parts, dtypes)
 
 
 def _claims(ground: Ground, subject: Joiner, folder: Path, stage: Callable[[str], None]) -> Iterator[Claim]:
@@ -108,11 +120,15 @@ def _claims(ground: Ground, subject: Joiner, folder: Path, stage: Callable[[str]
 
 def _set_claims(ground: Ground, modules: Mapping[str, nn.Module], running: Running) -> Iterator[Claim]:
     """The outputs with the case's setting, with none, and with the setting once more."""
-    for name, setting in (("set", ground.setting), ("set back", ground.still), ("set again", ground.setting)):
+    bases = {name: (_wide(module.weight), _wide(module.bias)) for name, module in modules.items()}
+    own = {name: _expected(ground, name, ground.setting, *base) for name, base in bases.items()}
+    still = {name: _expected(ground, name, ground.still, *base) for name, base in bases.items()}
+    turns = (("set", ground.setting, own), ("set back", ground.still, still), ("set again", ground.setting, own))
+    for turn, setting, expected in turns:
         running.set_diagonal(setting.numbers)
         running.tune(setting.scale)
         for layer, module in modules.items():
-            yield _output_claim(f"output, {name}", ground, layer, module, setting)
+            yield _output_claim(f"output, {turn}", layer, module, _input(ground, layer), *expected[layer])
 
 
 def file_claims(name: str, path: Path, ground: Ground, setting: Setting, roundings: float) -> Iterator[Claim]:
@@ -124,27 +140,44 @@ def file_claims(name: str, path: Path, ground: Ground, setting: Setting, roundin
         shape = rows[layer].weight_shape
         base = torch.zeros(shape, dtype=torch.float64)
         got = sum((Truth().delta(adapter, base) for adapter in found.get(layer, [])), start=base)
-        want = Join().running(parts, setting, shape)
+        want = ground.sum(layer, setting)
         allowed = torch.zeros_like(want)
         if ground.body.values != "exact":
-            allowed = rounding(parts, setting, shape, ground.file_dtype, roundings)
+            allowed = rounding(parts, setting, shape, ground.dtypes[layer], roundings)
         yield compared(f"{name}: the sum", layer, got, want, allowed)
 
 
 def rounding(parts: Sequence[Part], setting: Setting, shape: Sequence[int], dtype: str, roundings: float) -> Tensor:
     """How far storing the factors in ``dtype`` may move a layer's sum, element by element."""
-    truth, total = Truth(), torch.zeros(tuple(shape), dtype=torch.float64)
-    tiny, unit = SMALLEST[dtype], UNIT_ROUNDOFF[dtype]
+    total = torch.zeros(tuple(shape), dtype=torch.float64)
+    unit, tiny = roundings * UNIT_ROUNDOFF[dtype] + ORACLE, roundings * SMALLEST[dtype]
     for part in parts:
-        sizes = {name: t.abs() for name, t in part.adapter.tensors.items()}
-        whole = Factors("lora", sizes)
         factor = abs(part.weight * setting.scale) * max(1.0, *(abs(v) for v in setting.numbers))
-        total += roundings * unit * factor * abs(truth.scale(part.adapter)) * truth.product(whole, shape)
+        total.add_(_magnitude(part, shape), alpha=unit * factor)
         # A value below the normal range moves by ``tiny`` at most, times the other factor.
-        for name in (UP, DOWN):
-            ones = replace(whole, tensors=sizes | {name: torch.full_like(sizes[name], tiny)})
-            total += max(1.0, factor) * roundings * truth.product(ones, shape)
+        for line in _lines(part, shape):
+            total.add_(line, alpha=tiny * max(1.0, factor))
     return total
+
+
+def _magnitude(part: Part, shape: Sequence[int]) -> Tensor:
+    """The part's product with every number replaced by its magnitude, without the file's weight."""
+    truth, sizes = Truth(), {name: t.abs() for name, t in part.adapter.tensors.items()}
+    return truth.product(Factors("lora", sizes), shape).mul_(abs(truth.scale(part.adapter)))
+
+
+def _lines(part: Part, shape: Sequence[int]) -> Iterator[Tensor]:
+    """The magnitudes of down's product summed over the ranks (1, in, *kernel), and of up's (out, 1, …)."""
+    sizes = {name: t.abs() for name, t in part.adapter.tensors.items()}
+    ups, downs = torch.ones_like(sizes[UP][:1]), torch.ones_like(sizes[DOWN][:, :1])
+    yield Truth().product(Factors("lora", sizes | {UP: ups}), (1, *shape[1:]))
+    kernel = shape[2:] if MID in sizes else sizes[DOWN].shape[2:]
+    across = (shape[0], 1, *kernel)
+    yield (
+        Truth()
+        .product(Factors("lora", sizes | {DOWN: downs}), across)
+        .reshape(*across, *[1] * (len(shape) - len(across)))
+    )
 
 
 def compared(name: str, layer: str, got: Tensor, want: Tensor, allowed: Tensor) -> Claim:
@@ -200,32 +233,29 @@ def _input(ground: Ground, name: str) -> Tensor:
     return torch.from_numpy(made).to(DTYPES[ground.body.model.dtype])
 
 
-def _output_claim(claim: str, ground: Ground, name: str, module: nn.Module, setting: Setting) -> Claim:
-    layer, x, parts = rows_of(ground.body.model.name)[name].layer, _input(ground, name), ground.parts[name]
-    weight, bias = _wide(module.weight), _wide(module.bias)
-    assert weight is not None
+def _output_claim(claim: str, name: str, module: nn.Module, x: Tensor, want: Tensor, allowed: Tensor) -> Claim:
     got = module(x)
-    want = apply(layer, weight + Join().running(parts, setting, weight.shape), bias, x.double())
     if got.dtype != x.dtype:
         return Claim(f"{claim}: dtype", False, 1e30, name, str(got.dtype), str(x.dtype))
-    allowed = torch.zeros_like(want)
-    if ground.body.values != "exact":
-        allowed = _output_budget(ground, parts, setting, weight, bias, x.double(), name)
     return compared(claim, name, got.double(), want, allowed)
+
+
+def _expected(
+    ground: Ground, name: str, setting: Setting, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A layer's output in float64, and how far it may be missed: the run's own budget and the file's rounding."""
+    assert weight is not None
+    layer, x, parts = rows_of(ground.body.model.name)[name].layer, _input(ground, name).double(), ground.parts[name]
+    want = apply(layer, weight + ground.sum(name, setting), bias, x)
+    if ground.body.values == "exact":
+        return want, torch.zeros_like(want)
+    run: Budget = budget(Truth(), layer, weight, bias, factors_of(parts, setting), x, ground.body.model.dtype)
+    stored = rounding(parts, setting, weight.shape, ground.dtypes[name], ROUNDINGS)
+    return want, run.hard + apply(layer, stored, None, x.abs())
 
 
 def _wide(t: Tensor | nn.Module | None) -> Tensor | None:
     return t.double() if isinstance(t, Tensor) else None
-
-
-def _output_budget(
-    ground: Ground, parts: Sequence[Part], setting: Setting, weight: Tensor, bias: Tensor | None, x: Tensor, name: str
-) -> Tensor:
-    """The run's own budget, and what the joined file's rounding may move."""
-    layer = rows_of(ground.body.model.name)[name].layer
-    known: Budget = budget(Truth(), layer, weight, bias, factors_of(parts, setting), x, ground.body.model.dtype)
-    stored = rounding(parts, setting, weight.shape, ground.file_dtype, ROUNDINGS)
-    return known.hard + apply(layer, stored, None, x.abs())
 
 
 def factors_of(parts: Sequence[Part], setting: Setting) -> list[Factors]:

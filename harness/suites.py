@@ -14,9 +14,11 @@ from typing import Any
 from hypothesis.strategies import SearchStrategy
 
 from fulldiff.cases.catalogue import HEAVY, pinned
+from fulldiff.cases.joins import join_cases, named_joins
 from fulldiff.cases.load_sets import HEAVY_LOADS, named_load_cases
 from fulldiff.cases.load_strategies import load_cases
 from fulldiff.cases.model import Case
+from fulldiff.cases.restores import named_restores, restore_cases
 from fulldiff.cases.strategies import runtime_cases
 from fulldiff.harness.subjects.loaders.names import LOADERS
 from fulldiff.harness.subjects.names import OURS
@@ -51,6 +53,15 @@ SUITES: dict[str, Suite] = {
         fault=f"{SUBJECTS}.faulty:Faulty",
         heavy=frozenset(HEAVY),
     ),
+    "restore": Suite(
+        "adapters come off in any order and leave the base bit for bit",
+        OURS,
+        restore_cases,
+        named_restores,
+        judge="fulldiff.harness.restore_judge:judge",
+        base=f"{SUBJECTS}.base:Subject",
+        fault=f"{SUBJECTS}.faulty:Faulty",
+    ),
     "load": Suite(
         "several files onto one model: the naive loader's patches, whatever finds them",
         LOADERS,
@@ -60,6 +71,15 @@ SUITES: dict[str, Suite] = {
         base=f"{SUBJECTS}.loaders.base:Loader",
         fault=f"{SUBJECTS}.loaders.faults:make",
         heavy=HEAVY_LOADS,
+    ),
+    "join": Suite(
+        "one file of rank Σr = the weighted sum of several, toggled while the model runs",
+        {"ljl": f"{SUBJECTS}.joiner:Ljl"},
+        join_cases,
+        named_joins,
+        judge="fulldiff.harness.join_judge:judge",
+        base=f"{SUBJECTS}.joiner:Joiner",
+        fault=f"{SUBJECTS}.faulty_joiner:FaultyJoiner",
     ),
 }
 

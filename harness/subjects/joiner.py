@@ -10,7 +10,9 @@ from typing import Protocol
 from torch import nn
 
 from fulldiff.harness.files import stitching
+from fulldiff.harness.files.container import FileError
 from fulldiff.harness.files.joining import family_of, plan
+from fulldiff.harness.subjects.base import Refused
 from fulldiff.harness.subjects.joined_model import attach_layers
 
 
@@ -46,8 +48,11 @@ class Ljl(Joiner):
     """Ours."""
 
     def join(self, files: Sequence[Path], weights: Sequence[float], model: str, out: Path) -> None:
-        family = family_of(files, model)
-        stitching.write(plan(files, weights, model, family), family, out)
+        try:
+            family = family_of(files, model)
+            stitching.write(plan(files, weights, model, family), family, out)
+        except FileError as error:
+            raise Refused(str(error)) from error
 
     def attach(self, file: Path, layers: Mapping[str, nn.Module], model: str) -> Running:
         return attach_layers(layers, file, model)
