@@ -83,7 +83,7 @@ SIGNATURES = {
     "ggml_backend_graph_compute": "i:pp",
     "ggml_gallocr_new": "p:p",
     "ggml_gallocr_alloc_graph": "b:pp",
-    "ggml_gallocr_get_buffer_size": "z:pi",
+    "ggml_gallocr_reserve_n_size": "v:ppppp",
     "ggml_gallocr_free": "v:p",
     "ggml_backend_sched_new": "p:ppizbb",
     "ggml_backend_sched_alloc_graph": "b:pp",
@@ -149,7 +149,7 @@ class Ggml:
         for library in self._loaded:
             if hasattr(library, name):
                 return getattr(library, name)
-        why = "; ".join(self.failures) or "is it ggml 0.9.8 or newer, built as a shared library?"
+        why = "; ".join(self.failures) or "is it ggml 0.9.8 or newer (of 2026), built as a shared library?"
         raise GgmlAbsent(f"{self.place} has no function {name}: {why}")
 
     def has(self, name: str) -> bool:

@@ -196,11 +196,11 @@ class Graph:
         call = self.call
         if len(self.session.places) > 1:
             return self._scheduled()
-        handle = call.ggml_gallocr_new(self.session.places[0].buffers)
-        self._free.append(lambda: call.ggml_gallocr_free(handle))
+        needed = self.session.needed(self.graph)
+        handle = self.session.allocator(needed)
         if not call.ggml_gallocr_alloc_graph(handle, self.graph):
             raise MemoryError(f"ggml: out of memory for the compute buffer on {self.session.places[0].device.name}")
-        return handle, call.ggml_gallocr_get_buffer_size(handle, 0)
+        return handle, needed
 
     def _scheduled(self) -> tuple[int, int]:
         places, call = self.session.places, self.call

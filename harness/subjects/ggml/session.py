@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import ctypes
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -36,6 +37,26 @@ class Session:
     columns: int
     bytes: int
     precise: bool
+    pool: list[tuple[int, int]] = field(default_factory=list)
+
+    def needed(self, graph: int) -> int:
+        """The bytes of compute buffer that the graph needs on the first place, exactly."""
+        call, size = self.library.call, ctypes.c_size_t()
+        allocator = call.ggml_gallocr_new(self.places[0].buffers)
+        call.ggml_gallocr_reserve_n_size(allocator, graph, None, None, ctypes.byref(size))
+        call.ggml_gallocr_free(allocator)
+        return size.value
+
+    def allocator(self, size: int) -> int:
+        """An allocator whose buffer takes so many bytes, from the pool if one there does.
+
+        None is ever freed: lavapipe (Mesa 22.3) corrupts its heap when compute buffers come and go.
+        """
+        fitting = [entry for entry in self.pool if entry[0] >= size]
+        if not fitting:
+            fitting = [(size, self.library.call.ggml_gallocr_new(self.places[0].buffers))]
+            self.pool.extend(fitting)
+        return min(fitting)[1]
 
     def describe(self) -> str:
         devices = " + ".join(f"{p.device.backend} {p.device.description}" for p in self.places)
