@@ -1,0 +1,298 @@
+"""Loaders under test: ours agree with the naive one, known wrong ones are flagged, what they do is counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from typer.testing import CliRunner
+
+from fulldiff.cases.load_names import base_names
+from fulldiff.cases.load_sets import HEAVY_LOADS, SETS, lora_file, named_load_cases, rows_of, set_case
+from fulldiff.cases.load_strategies import load_cases
+from fulldiff.cases.model import Case, CaseError, LoadCase, Model, decode, encode
+from fulldiff.harness import bench_load, bench_load_report, load_worker
+from fulldiff.harness.cli import app
+from fulldiff.harness.judge_load import judge
+from fulldiff.harness.manager import Worker
+from fulldiff.harness.protocol import Load, TimeLoad
+from fulldiff.harness.results import Cell, Environment
+from fulldiff.harness.subjects.loaders.faults import FAULTS, MapGrown
+from fulldiff.harness.subjects.loaders.indexed import SUFFIXES, Indexed, split
+from fulldiff.harness.subjects.loaders.names import FIRST, LOADERS, WARM
+from fulldiff.harness.subjects.loaders.scanning import Naive
+from fulldiff.harness.subjects.registry import SubjectError, subject_of
+from fulldiff.reference.load import REJECTIONS, File
+
+LIGHT = {name: case for name, case in named_load_cases().items() if name not in HEAVY_LOADS}
+
+
+def outcome(case: Case, loader: Any) -> Any:
+    return judge(case, loader, lambda stage: None)
+
+
+def search(check: Callable[[Case], None], examples: int) -> None:
+    """Run ``check`` on drawn cases, the same in every run."""
+    chosen = settings(
+        max_examples=examples, deadline=None, database=None, phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    seed(3)(chosen(given(load_cases())(check)))()
+
+
+@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize("loader", LOADERS)
+def test_named_cases_pass(loader: str, name: str) -> None:
+    judgement = outcome(LIGHT[name], subject_of("load", loader))
+    assert judgement.outcome == "passed", judgement
+
+
+@pytest.mark.parametrize("loader", ["hoisted", "referential", "referential-forced", "indexed"])
+def test_drawn_sets_pass(loader: str) -> None:
+    chosen = subject_of("load", loader)
+
+    def check(case: Case) -> None:
+        judgement = outcome(case, chosen)
+        assert judgement.outcome == "passed", judgement
+
+    search(check, 40)
+
+
+class Flagged(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_flagged_by_one_case_alone(fault: str) -> None:
+    """A new loader for every case: what it remembers must show within the case, or no replay would show it."""
+
+    def check(case: Case) -> None:
+        MapGrown.grown.clear()
+        if outcome(case, subject_of("load", f"fault:{fault}")).outcome != "passed":
+            raise Flagged
+
+    with pytest.raises(Flagged):
+        for case in LIGHT.values():
+            check(case)
+        search(check, 300)
+
+
+def test_drawn_sets_hold_what_loaders_get_wrong() -> None:
+    seen: set[str] = set()
+
+    def check(case: Case) -> None:
+        assert isinstance(case.body, LoadCase)
+        assert decode(encode(case)) == case
+        files = case.body.files
+        seen.add(f"{len(files)} files")
+        seen.update(f"strength {file.strength:g}" for file in files)
+        seen.update(adapter.kind for file in files for adapter in file.modules.values())
+        seen.update(adapter.spelling for file in files for adapter in file.modules.values())
+        seen.add("again") if len({(f.spelling, encode_modules(f)) for f in files}) < len(files) else None
+
+    def encode_modules(file: Any) -> str:
+        return str(sorted(file.modules))
+
+    search(check, 150)
+    assert {"1 files", "8 files", "again", "strength 0", "strength -0.5", "lokr", "glora", "w_norm", "peft"} <= seen
+
+
+def test_an_unknown_rejection_policy_is_a_clear_error() -> None:
+    case = Case(LoadCase(Model("sdxl", layers=("unet.conv_out",), shrink=160), (), "sometimes"))
+    with pytest.raises(CaseError, match="rejection = 'sometimes': use one of 12-tensors, half, never"):
+        outcome(case, Naive())
+
+
+# Operations
+
+
+def test_the_naive_loader_tries_every_name_with_every_suffix() -> None:
+    """Two suffixes fewer for each module of the file: the first of five spellings is there, down and mid follow."""
+    counted = counters(8, "naive")
+    assert counted == {"names": 6970 + 603, "lookups": 21 * (6970 + 603) - 2 * 986}
+
+
+def test_what_each_change_saves() -> None:
+    assert counters(4, "naive") == counters(4, "hoisted")
+    # The whole UNet map and the encoders' once; then the 788 names that are known, twice.
+    assert counters(4, "referential")["names"] == 6970 + 2 * 788
+    # Text-encoder keys are left over after every UNet pass, so its map is tried whole for each file.
+    assert counters(6, "referential")["names"] == 2 * 6970 + 788 + 603
+    # One key of the file, one look into the index.
+    assert counters(8, "indexed") == {"names": 2958, "lookups": 0}
+    assert counters(8, "referential") == counters(8, "naive")
+
+
+def counters(number: int, loader: str) -> dict[str, int]:
+    body = set_case(number).body
+    assert isinstance(body, LoadCase)
+    return load_worker._counted(body, subject_of("load", loader))
+
+
+def test_the_sets_have_the_seed_s_counts() -> None:
+    modules = {kind: len(rows_of(kind)) for files in SETS.values() for kind in files}
+    assert modules == {"DMD2": 788, "unet": 788, "tiny": 4, "SD1.5": 264, "full": 722 + 264}
+
+
+@pytest.mark.parametrize("name", ["lora_unet_a_b", "unet.a.lora", "a.b_lora", "diffusion_model.a.weight", ""])
+def test_a_key_is_split_into_the_name_and_suffix_it_was_made_of(name: str) -> None:
+    for suffix in SUFFIXES:
+        found = split(name + suffix)
+        assert found is not None
+        assert found[0] + found[1] == name + suffix
+        assert found[1] in SUFFIXES
+    assert split(f"{name}.weight") is None
+    assert split("") is None
+
+
+def test_an_index_lives_as_long_as_its_base() -> None:
+    loader, base = Indexed(), base_names(Model("sdxl", layers=("unet.conv_out",)))
+    loader.load(base, [File("a", {"conv_out.diff": 1})], REJECTIONS["never"])
+    assert list(loader.indexes[base].seen) == ["conv_out.diff"]
+    del base
+    assert not loader.indexes
+
+
+# From outside, from the command line
+
+
+class Lazy(Naive):
+    """Someone's loader that forgets every second file."""
+
+    def load(self, base: Any, files: Any, rejection: Any) -> Any:
+        return super().load(base, files[::2], rejection)
+
+
+def test_a_loader_from_outside_is_judged_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with Worker() as worker:
+        judgement = worker.judge(LIGHT["load-strengths"], "test_loaders:Lazy")
+        assert judgement.outcome == "wrong"
+        assert judgement.claim is not None
+        assert judgement.claim.name == "another model: one fate a file"
+        assert worker.judge(LIGHT["load-one-file"], "test_loaders:Lazy").outcome == "passed"
+        assert worker.judge(LIGHT["load-one-file"], "full-diff").outcome == "absent"
+
+
+def test_a_runtime_subject_is_no_loader() -> None:
+    with pytest.raises(SubjectError, match="FullDiff is not a fulldiff Loader"):
+        subject_of("load", "fulldiff.harness.subjects.full_diff:FullDiff")
+    with pytest.raises(SubjectError, match="no fault 'none' of loading: use one of known-set"):
+        subject_of("load", "fault:none")
+
+
+def test_load_says_what_each_file_did(tmp_path: Path) -> None:
+    rows = [row for row in rows_of("full") if row.name.endswith("layers.0.self_attn.q_proj")]
+    right = bench_load.write(tmp_path / "right.safetensors", lora_file(rows, False, rank=2))
+    wrong = bench_load.write(tmp_path / "wrong.safetensors", lora_file(rows_of("SD1.5")[:9], False, rank=1))
+    run = CliRunner().invoke(app, ["load", str(right), "--model", "sdxl", "--strength", "0.5", "--threads", "1"])
+    assert run.exit_code == 0, run.output
+    lines = [line.split() for line in run.output.splitlines()]
+    assert ["right.safetensors", "text_encoder", "3", "1", "lora", "0.5"] in lines
+    assert ["right.safetensors", "text_encoder_2", "3", "1", "lora", "0.5"] in lines
+    run = CliRunner().invoke(app, ["load", str(right), str(wrong), "--model", "sdxl", "--threads", "1"])
+    assert run.exit_code == 2
+    assert f"REJECTED {wrong}: 27 of 27 tensors match nothing of sdxl" in run.output
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--model", "sdxxl"], "no such layer table"),
+        (["--model", "sdxl", *["--strength", "1"] * 2], "2 strengths for 1"),
+    ],
+)
+def test_load_refuses_bad_input_by_name(options: list[str], says: str, tmp_path: Path) -> None:
+    path = bench_load.write(tmp_path / "a.safetensors", lora_file(rows_of("tiny"), False))
+    command = [sys.executable, "-m", "fulldiff.harness.cli", "load", str(path), *options]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert says in run.stdout
+
+
+# The bench
+
+
+def test_a_bench_cell_is_timed_in_pairs_and_counted() -> None:
+    body = LoadCase(
+        Model("sdxl", layers=("unet.conv_out",)), tuple(lora_file(rows_of("tiny"), False, copy=n) for n in (0, 1))
+    )
+    ways = ("naive", f"indexed{WARM}")
+    answer = load_worker.run(TimeLoad(Case(body), ways, 0.0))
+    assert set(answer["seconds"]) == {*ways, *(way + FIRST for way in ways)}
+    assert {len(samples) for samples in answer["seconds"].values()} == {load_worker.MIN_BLOCKS}
+    assert answer["tensors"] == 24
+    assert answer["counters"][f"indexed{WARM}"]["names"] == 24
+
+
+def test_end_to_end_accounts_for_the_bytes(tmp_path: Path) -> None:
+    path = bench_load.write(tmp_path / "a.safetensors", lora_file(rows_of("tiny"), False, rank=4))
+    file = lora_file(rows_of("tiny"), False)
+    body = LoadCase(Model("sdxl", "f16"), (type(file)(path=str(path)),))
+    answer = load_worker.run(TimeLoad(Case(body), ("naive", "indexed"), 0.0, end_to_end=True))
+    held = answer["bytes"]
+    assert held["backups"] == 2 * sum(row.parameters for row in rows_of("tiny"))
+    # One layer in f32, its result and its factors: the result counts as the backup that it makes necessary.
+    assert held["peak of merging"] <= held["backups"] + 2 * held["largest layer, f32"]
+    told = load_worker.run(Load(Case(body), "indexed"))
+    assert told["files"][0]["parts"]["unet"] == {"tensors": 12, "weights": 4, "kinds": ["lora"], "strength": 1.0}
+
+
+def cell(label: str, files: int, **seconds: list[float]) -> Cell:
+    samples = {way: [1.0, 1.01, 0.99] for way in bench_load.WAYS} | seconds
+    samples |= {way + FIRST: [0.5, 0.5, 0.5] for way in bench_load.WAYS}
+    counters = {way: {"names": 100, "lookups": 2100} for way in bench_load.WAYS}
+    return Cell(
+        label,
+        "cpu",
+        {"plan": "set", "label": label, "files": files, "counters": counters, "tensors": 9},
+        samples,
+        {},
+        {},
+    )
+
+
+def test_ratios_and_marginal_costs() -> None:
+    half = cell("5", 2, referential=[0.75, 0.755, 0.745])
+    assert bench_load_report.ratio([2.0, 4.0], [1.0, 2.0]) == pytest.approx((2.0, 2.0, 2.0))
+    found = bench_load_report.marginal(half, "referential")
+    assert found is not None
+    assert found[0] == pytest.approx(0.5, rel=0.01)
+    assert bench_load_report.marginal(cell("5", 2, indexed=[0.4, 0.6, 0.6]), "indexed") is None
+
+
+def test_the_verdict_says_where_the_claim_does_not_hold_and_why() -> None:
+    text = bench_load_report._verdict([cell("5", 2, referential=[0.8, 0.8, 0.8]), cell("6", 3), cell("8", 1)])
+    assert "Set 5" not in text
+    assert "Set 6: the claim does not hold (1.00): text-encoder keys are left over" in text
+    assert "referential still tries 100% of naive's names" in text
+    assert "One LoRA (set 8): 1.000" in text
+
+
+def test_the_report_is_written_from_cells_alone(tmp_path: Path) -> None:
+    cells = [cell(str(n), len(SETS[n])) for n in SETS]
+    env = Environment({"torch": "0"}, "CPU", 1, "here")
+    for plan, labels in (("count", ("1", "2")), ("size", ("sdxl 4", "sdxl 8"))):
+        for place, label in enumerate(labels, 1):
+            made = cell(label, place)
+            cells.append(Cell(label, "cpu", made.labels | {"plan": plan, "tensors": 3 * place}, made.seconds, {}, {}))
+    bench_load_report.write(cells, env, tmp_path)
+    assert (tmp_path / "load.png").stat().st_size > 10_000
+    text = (tmp_path / "load.md").read_text()
+    assert "264" in text
+    assert "288" in text
+    assert text.count("\n| 8 ") == 2
+
+
+def test_the_manager_s_side_needs_no_torch() -> None:
+    names = ("suites", "bench_load", "load_files", "bench_load_report")
+    code = (
+        "; ".join(f"import fulldiff.harness.{name}" for name in names)
+        + "; import sys; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
