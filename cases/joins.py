@@ -1,8 +1,8 @@
 """Hypothesis strategy of join cases: one to four files on a few small layers, their weights and what is set later.
 
 Names are drawn first, then what they can hold; nothing is filtered. Exact values stay exact in bf16: weights,
-alpha / rank, the diagonal and the scale are powers of two whose product is 1/2 at least and 8 at most, so that
-four files' sums stay below 256 times the unit of 1/2.
+alpha / rank, the diagonal and the scale are powers of two (or 0, or -1) whose product is 1/2 at least and 4 at
+most, so that a row's sums stay below 256 times 1/2. f32 and f64 have digits to spare for a diagonal of 2.5.
 """
 
 from __future__ import annotations
@@ -73,15 +73,24 @@ def _cases(draw: DrawFn, values: tuple[Values, ...], dtypes: tuple[DType, ...]) 
     files = tuple(draw(_files(model, rank, weight if exact else None, dtypes)) for rank, weight in pairs)
     scale = draw(sampled_from((1.0, 1.0, 2.0, -1.0) if exact else (1.0, 0.7, -1.5)))
     known = [rank if file.modules else 0 for rank, file in zip(ranks, files, strict=True)]
-    diagonal = draw(_diagonals(known, exact, scale))
-    base = Model(model, draw(sampled_from(dtypes)))
+    dtype = draw(sampled_from(dtypes))
+    diagonal = draw(_diagonals(known, _numbers(chosen, dtype, scale, count)))
+    base = Model(model, dtype)
     return Case(JoinCase(base, files, tuple(weights), diagonal, scale, chosen), draw(integers(0, 2**32 - 1)))
 
 
+def _numbers(values: Values, dtype: DType, scale: float, files: int) -> tuple[float, ...]:
+    """What a diagonal may hold: exact values only what the dtype keeps exact."""
+    if values != "exact":
+        return NORMAL_DIAGONAL
+    if dtype in ("f32", "f64"):
+        return (*EXACT_DIAGONAL, 2.5)
+    return EXACT_DIAGONAL if abs(scale) == 1 and files < MAX_FILES else EXACT_DIAGONAL[:-1]
+
+
 @composite
-def _diagonals(draw: DrawFn, ranks: list[Rank], exact: bool, scale: float) -> tuple[float, ...] | None:
+def _diagonals(draw: DrawFn, ranks: list[Rank], numbers: tuple[float, ...]) -> tuple[float, ...] | None:
     """None (all 1), a number per file, or one per rank."""
-    numbers = EXACT_DIAGONAL[: 3 if abs(scale) > 1 else 4] if exact else NORMAL_DIAGONAL
     sizes = [len(ranks), sum(rank or 0 for rank in ranks)] if None not in ranks else [len(ranks)]
     size = draw(sampled_from((*sizes, *sizes, 0)))
     return tuple(draw(sampled_from(numbers)) for _ in range(size)) if size else None

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fulldiff.cases.model import CaseError
+from fulldiff.harness import cli_join
 from fulldiff.harness import conform as conforming
 from fulldiff.harness.devices import devices as find_devices
 from fulldiff.harness.manager import BackendAbsent, Worker, WorkerError
@@ -233,6 +234,10 @@ def bench_load(
     from fulldiff.harness import bench_load as benching
 
     benching.bench(out, seconds, threads, files, console)
+
+
+app.command()(cli_join.join)
+app.command(name="bench-join")(cli_join.bench_join)
 
 
 def main() -> None:

@@ -151,7 +151,7 @@ def rounding(parts: Sequence[Part], setting: Setting, shape: Sequence[int], dtyp
     """How far storing the factors in ``dtype`` may move a layer's sum, element by element."""
     total = torch.zeros(tuple(shape), dtype=torch.float64)
     unit, tiny = roundings * UNIT_ROUNDOFF[dtype] + ORACLE, roundings * SMALLEST[dtype]
-    for part in parts:
+    for part in (part for part in parts if part.weight):
         factor = abs(part.weight * setting.scale) * max(1.0, *(abs(v) for v in setting.numbers))
         total.add_(_magnitude(part, shape), alpha=unit * factor)
         # A value below the normal range moves by ``tiny`` at most, times the other factor.

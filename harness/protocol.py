@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from fulldiff.cases.model import Adapter, Case, Shape
+from fulldiff.cases.model import Adapter, Case, FactorDType, Shape
 
 PROTOCOL = 1
 # The stage in which torch runs the layer without any adapter.
@@ -160,8 +160,37 @@ class TimeLoad(msgspec.Struct, frozen=True, tag="time-load"):
     limit: float = 3600.0
 
 
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Join the files with these weights into ``out``, under the names of ``family``; None keeps the dtypes."""
+
+    paths: tuple[str, ...]
+    weights: tuple[float, ...]
+    model: str
+    family: Literal["kohya", "lycoris", "diffusers", "diffusers-old", "peft", "comfyui", "cloneofsimo"]
+    out: str
+    dtype: FactorDType | None = None
+    limit: float = 3600.0
+
+
+class CheckSum(msgspec.Struct, frozen=True, tag="check-sum"):
+    """Whether a joined file's LoRAs of one layer are the sum of the files', each times its adapter's strength."""
+
+    parts: tuple[Part, ...]
+    joined: tuple[Part, ...]
+    limit: float = 600.0
+
+
+class TimeToggle(msgspec.Struct, frozen=True, tag="time-toggle"):
+    """Time ``turns`` settings of the diagonals of a joined file's layers."""
+
+    path: str
+    model: str
+    turns: int
+    limit: float = 600.0
+
+
 # Each gets one Answer within ``limit`` seconds.
-Request = Judge | Measure | LoadCode | Write | Compare | Load | TimeLoad
+Request = Judge | Measure | LoadCode | Write | Compare | Load | TimeLoad | Join | CheckSum | TimeToggle
 Message = Hello | Stage | Answer
 
 

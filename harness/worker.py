@@ -24,14 +24,16 @@ from typing import Any, BinaryIO
 import msgspec
 import torch
 
-from fulldiff.harness import bench_worker, load_worker, rewriting
+from fulldiff.harness import bench_worker, join_worker, load_worker, rewriting
 from fulldiff.harness.adapter_facts import facts_of
 from fulldiff.harness.judge import where
 from fulldiff.harness.protocol import (
     PROTOCOL,
     Answer,
+    CheckSum,
     Compare,
     Hello,
+    Join,
     Judge,
     Judgement,
     Load,
@@ -40,6 +42,7 @@ from fulldiff.harness.protocol import (
     Request,
     Stage,
     TimeLoad,
+    TimeToggle,
     Write,
     describe_exit,
 )
@@ -96,6 +99,8 @@ def _answer(channel: BinaryIO, request: Request) -> Answer:
         return Answer(rewriting.compare(request))
     if isinstance(request, Load | TimeLoad):
         return Answer(bench=load_worker.run(request))
+    if isinstance(request, Join | CheckSum | TimeToggle):
+        return join_worker.run(request)
     _subject(request.suite, request.subject)
     return Answer(code=_code())
 

@@ -186,14 +186,14 @@ def _blocks(file: int, found: Match, weight: float) -> Iterator[tuple[Target, Bl
 def _layers(
     files: Sequence[Sequence[tuple[Target, Block]]], family: Writer, dtype: FactorDType | None
 ) -> Iterator[JoinedLayer]:
-    """The joined layers, in the table's order. A fused layer stays whole where all files have it so."""
+    """The joined layers, part by part in the table's order. A fused layer stays whole where all files have it so."""
     pairs = [pair for file in files for pair in file]
     split = {path for target, _ in pairs if (path := _split_path(target, family))}
-    found: dict[tuple[int, bool], tuple[tuple[TableRow, ...], list[Block]]] = {}
+    found: dict[tuple[str, int, bool], tuple[tuple[TableRow, ...], list[Block]]] = {}
     for target, block in pairs:
         for rows, stored, own in _pieces(target, block, split):
-            found.setdefault((rows[0].order, stored), (rows, []))[1].append(own)
-    for (_, stored), (rows, blocks) in sorted(found.items(), key=lambda item: item[0]):
+            found.setdefault((rows[0].part, rows[0].order, stored), (rows, []))[1].append(own)
+    for (_, _, stored), (rows, blocks) in sorted(found.items(), key=lambda item: item[0]):
         yield _layer(rows, stored, blocks, family, dtype)
 
 
