@@ -110,9 +110,10 @@ def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, 
         return [Claim(f"{name}: shape and dtype", False, 1.0, "", f"{tuple(got.shape)} {got.dtype}", expected)]
     if body.values == "exact":
         return [elements(f"{name}: exact", got.double(), want, torch.zeros_like(want))]
-    allowed = budget(Truth(POLICIES[subject.scale_policy]), *_arguments(body, material), body.dtype)
+    stored, sums = subject.arithmetic(body.layer.kind, body.dtype)
+    allowed = budget(Truth(POLICIES[subject.scale_policy]), *_arguments(body, material), stored, sums)
     # Where sums of magnitudes leave the dtype's range, a correct subject may overflow too.
-    want = torch.where(allowed.magnitude <= LARGEST[body.dtype], want, torch.nan)
+    want = torch.where(allowed.magnitude <= min(LARGEST[body.dtype], LARGEST[stored]), want, torch.nan)
     each = elements(f"{name}: each element", got.double(), want, allowed.hard)
     return [each, _rms(f"{name}: RMS", got.double(), want, allowed.rms)] if each.holds else [each]
 

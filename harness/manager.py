@@ -88,7 +88,7 @@ class Worker:
         # In fork mode the parent ends a hanging child; the longer limit here is for the parent itself.
         limit = request.limit * (2 if self.fork else 1)
         process = self._started()
-        stage, started = "start", time.monotonic()
+        stage, started, printed = "start", time.monotonic(), self._printed()
         try:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(request) + b"\n")
@@ -96,7 +96,7 @@ class Worker:
             while True:
                 message = self._next(started + limit)
                 if isinstance(message, Answer):
-                    return _with_stage(message, stage)
+                    return self._with_stage(message, stage, printed)
                 if isinstance(message, Stage):
                     stage = message.name
         except queue.Empty:
@@ -138,8 +138,7 @@ class Worker:
     def _died(self, outcome: str, words: str, stage: str) -> Answer:
         # A child of a process that uses a GPU cannot use it.
         self.fork = CAN_FORK and self.backend == "cpu"
-        tail = self._stderr_tail()
-        message = f"{words}, in stage '{stage}'" + (f"; it last printed: {tail}" if tail else "")
+        message = _last_words(f"{words}, in stage '{stage}'", self._stderr_tail())
         return Answer(Judgement(outcome, message=message, where=stage))  # type: ignore[arg-type]
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -183,9 +182,26 @@ class Worker:
             raise EOFError
         return _decoder.decode(line)
 
-    def _stderr_tail(self) -> str:
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").splitlines()
+    def _with_stage(self, answer: Answer, stage: str, printed: int) -> Answer:
+        """A forked child's crash, with the stage it died in and what it printed last."""
+        judgement = answer.judgement
+        if judgement is None or judgement.outcome not in ("crashed", "timed out"):
+            return answer
+        message = _last_words(f"{judgement.message}, in stage '{stage}'", self._stderr_tail(printed))
+        return Answer(msgspec.structs.replace(judgement, message=message, where=stage))
+
+    def _printed(self) -> int:
+        """How many bytes the worker has printed so far."""
+        return os.fstat(self._stderr.fileno()).st_size
+
+    def _stderr_tail(self, start: int = 0) -> str:
+        """The last line printed after so many bytes; a child shares our offset in the file, which must not move."""
+        if hasattr(os, "pread"):
+            data = os.pread(self._stderr.fileno(), self._printed() - start, start)
+        else:
+            self._stderr.seek(start)
+            data = self._stderr.read()
+        lines = data.decode(errors="replace").splitlines()
         return next((line for line in reversed(lines) if line and not line.startswith("USDT:")), "")[:300]
 
 
@@ -202,10 +218,5 @@ def _lines_of(process: subprocess.Popen[bytes]) -> Iterator[bytes]:
         yield from process.stdout
 
 
-def _with_stage(answer: Answer, stage: str) -> Answer:
-    """A forked child's crash, with the stage it died in."""
-    judgement = answer.judgement
-    if judgement is None or judgement.outcome not in ("crashed", "timed out"):
-        return answer
-    message = f"{judgement.message}, in stage '{stage}'"
-    return Answer(msgspec.structs.replace(judgement, message=message, where=stage))
+def _last_words(message: str, tail: str) -> str:
+    return f"{message}; it last printed: {tail}" if tail else message

@@ -60,13 +60,18 @@ def budget(
     adapters: Sequence[Factors],
     x: Tensor,
     dtype: str,
+    sums: str = "",
 ) -> Budget:
-    """The budget of one output; arguments as in `Truth.forward`, ``dtype`` the subject's own."""
+    """The budget of one output; arguments as in `Truth.forward`.
+
+    ``dtype`` is what the subject stores values in, ``sums`` what it sums in: f32, or f64 for f64, unless given.
+    """
     active = [adapter for adapter in adapters if adapter.strength]
-    unit, unit_acc = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["f64" if dtype == "f64" else "f32"]
+    unit, unit_acc = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[sums or ("f64" if dtype == "f64" else "f32")]
     length = contraction_length(weight, active)
     stored = stored_values(active)
-    error = length * unit_acc / (1 - length * unit_acc) + stored * unit
+    # From K = 1/u on the hard bound allows anything, and the statistical one judges alone.
+    error = length * unit_acc / (1 - length * unit_acc) + stored * unit if length * unit_acc < 1 else math.inf
     tiny = SMALLEST[dtype] * stored * (1 + sum(_gain(truth, adapter, weight) for adapter in active))
     magnitude = _sized(truth, layer, weight, bias, active, x, 1, error)
     squares = _sized(truth, layer, weight, bias, active, x, 2, error)

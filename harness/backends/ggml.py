@@ -89,7 +89,7 @@ SIGNATURES = {
     "ggml_backend_sched_alloc_graph": "b:pp",
     "ggml_backend_sched_graph_compute": "i:pp",
     "ggml_backend_sched_get_buffer_size": "z:pp",
-    "ggml_backend_sched_free": "v:p",
+    "ggml_backend_sched_set_tensor_backend": "v:ppp",
 }
 TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p, "s": ctypes.c_char_p, "i": ctypes.c_int, "q": ctypes.c_int64, "z": ctypes.c_size_t,

@@ -51,6 +51,14 @@ class Subject(ABC):
     scale_policy: str = "default"
     """The rule of fulldiff.reference.truth.POLICIES by which it turns alpha into a scale."""
 
+    def arithmetic(self, kind: str, dtype: str) -> tuple[str, str]:
+        """The dtypes that its error budget is made of: what it stores values in and what it sums in ("": f32).
+
+        ``kind`` is the layer's and ``dtype`` the case's, which is the answer unless the subject says otherwise: an
+        engine that holds convolution kernels in f16 whatever their dtype is allowed f16's roundings, by name.
+        """
+        return dtype, ""
+
     @abstractmethod
     def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
         """Make ``module`` (a torch.nn Linear or ConvNd) compute with the adapters; return the undo.

@@ -7,6 +7,9 @@ GGML = {
     "ggml-shipped": "subject:GGML_SHIPPED",
     "ggml-shipped@vulkan": "subject:GGML_VULKAN_SHIPPED",
     "ggml-split@vulkan": "subject:GGML_SPLIT",
+    "ggml-sdcpp-order": "sdcpp:SdcppOrder",
+    "ggml-sdcpp-order@vulkan": "sdcpp:SDCPP_ORDER_VULKAN",
+    "ggml-sdcpp-head@vulkan": "sdcpp:SDCPP_HEAD_VULKAN",
     "ggml-full-diff": "subject:GgmlFullDiff",
     "ggml-full-diff@vulkan": "subject:GGML_FULL_DIFF_VULKAN",
 }

@@ -35,6 +35,7 @@ class Graph:
     compute_bytes: int = 0
     _inputs: dict[int, int] = field(default_factory=dict)
     _data: list[tuple[Node, Tensor]] = field(default_factory=list)
+    _home: list[Node] = field(default_factory=list)
     _free: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,7 @@ class Graph:
         """An f32 tensor to write into, part of the compute buffer."""
         node: Node = self.call.ggml_new_tensor_4d(self.context, F32, *_four(sizes))
         self.call.ggml_set_output(node)
+        self._home.append(node)
         return node
 
     def sizes(self, node: Node) -> list[int]:
@@ -102,7 +104,7 @@ class Graph:
 
     def add_into(self, a: Node, b: Node) -> Node:
         """a += b, at this point of the order."""
-        return self.expand(self._node(self.call.ggml_add_inplace(self.context, a, b)))
+        return self._at_home(self.call.ggml_add_inplace(self.context, a, b))
 
     def mul(self, a: Node, b: Node) -> Node:
         return self._node(self.call.ggml_mul(self.context, a, b))
@@ -115,7 +117,7 @@ class Graph:
 
     def copy(self, a: Node, b: Node) -> Node:
         """b = a, at this point of the order."""
-        return self.expand(self._node(self.call.ggml_cpy(self.context, a, b)))
+        return self._at_home(self.call.ggml_cpy(self.context, a, b))
 
     def mul_mat(self, a: Node, b: Node) -> Node:
         """[m, n, …] from a [d, m, …] and b [d, n, …]."""
@@ -205,8 +207,10 @@ class Graph:
     def _scheduled(self) -> tuple[int, int]:
         places, call = self.session.places, self.call
         backends = (ctypes.c_void_p * len(places))(*(place.backend for place in places))
+        # Not freed, for the reason that `Session.allocator` gives.
         handle = call.ggml_backend_sched_new(backends, None, len(places), self.size, False, False)
-        self._free.append(lambda: call.ggml_backend_sched_free(handle))
+        for node in self._home:
+            call.ggml_backend_sched_set_tensor_backend(handle, node, places[0].backend)
         if not call.ggml_backend_sched_alloc_graph(handle, self.graph):
             raise MemoryError("ggml: out of memory for the compute buffers")
         return handle, sum(call.ggml_backend_sched_get_buffer_size(handle, place.backend) for place in places)
@@ -215,6 +219,11 @@ class Graph:
         context = self.session.library.context(tensors, graph)
         self._free.append(lambda: self.call.ggml_free(context))
         return context
+
+    def _at_home(self, pointer: int | None) -> Node:
+        """A node that writes into another tensor, on the first device, where that tensor is."""
+        self._home.append(self._node(pointer))
+        return self.expand(self._home[-1])
 
     def _node(self, pointer: int | None) -> Node:
         if not pointer:

@@ -32,6 +32,13 @@ class Ggml(Subject):
         self.place = int(split)
         self.compute_bytes = 0
 
+    def arithmetic(self, kind: str, dtype: str) -> tuple[str, str]:
+        """As shipped: kernels of convolutions in f16 (and bf16's own roundings in bf16); on Vulkan all in f16."""
+        rounded = kind != "linear" or self.backend == "vulkan"
+        if self.strict or not rounded or dtype == "bf16":
+            return dtype, ""
+        return "f16", "f16" if self.backend == "vulkan" else ""
+
     def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
         for adapter in adapters:
             factors.check(adapter)
