@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fulldiff.cases import tensors as generator
 from fulldiff.cases.model import Case, FactorDType, JoinCase
 from fulldiff.harness.files.joining import widest
+from fulldiff.harness.join_effect import ranks
 from fulldiff.harness.join_files import adapters_of, parts_of_files, rows_of, tokens_of, write_files
 from fulldiff.harness.judge import conclude
 from fulldiff.harness.protocol import Claim, Judgement
@@ -54,9 +55,8 @@ class Ground:
     @property
     def setting(self) -> Setting:
         """The diagonal and scale that the case sets."""
-        ranks = [max((p.rank for own in self.parts.values() for p in own if p.file == f), default=0)
-                 for f in range(len(self.paths))]  # fmt: skip
-        return Setting(self.body.diagonal or [1.0] * len(self.paths), ranks, self.body.scale)
+        numbers = self.body.diagonal or [1.0] * len(self.paths)
+        return Setting(numbers, ranks(self.parts, len(self.paths)), self.body.scale)
 
     @property
     def still(self) -> Setting:

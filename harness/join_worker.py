@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from fulldiff.cases.model import numel
+from fulldiff.harness import join_effect
 from fulldiff.harness.files import stitching
 from fulldiff.harness.files.adapters import WIDTHS
 from fulldiff.harness.files.container import Header, read_header
 from fulldiff.harness.files.joining import DOWN, MID, UP, family_of, plan, widest
 from fulldiff.harness.join_judge import ORACLE
 from fulldiff.harness.judge import conclude
-from fulldiff.harness.protocol import Answer, CheckSum, Claim, Join, Judgement, Part, TimeToggle
+from fulldiff.harness.protocol import Answer, CheckSum, Claim, Effect, Join, Judgement, Part, TimeToggle
 from fulldiff.harness.realise import module_for
 from fulldiff.harness.subjects.joined_model import attach_layers
 from fulldiff.reference.bounds import SMALLEST, UNIT_ROUNDOFF
@@ -31,13 +32,15 @@ ROWS_OF = 1 << 20
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def run(request: Join | CheckSum | TimeToggle) -> Answer:
+def run(request: Join | CheckSum | TimeToggle | Effect) -> Answer:
     """The answer to a request."""
     with torch.no_grad():
         if isinstance(request, Join):
             return Answer(bench=write(request))
         if isinstance(request, CheckSum):
             return Answer(check(request))
+        if isinstance(request, Effect):
+            return Answer(bench=join_effect.effect(request))
         return Answer(bench=toggle(request))
 
 
@@ -130,9 +133,8 @@ def _flat(part: Part) -> Flat:
     if part.rows:
         up = torch.cat([up[start:end] for start, end in part.rows])
     if not part.adapter.strength:
-        return Flat(
-            *(torch.zeros_like(each.flatten(1)) for each in (up, down, size)), torch.zeros(up.shape[0]).double()
-        )
+        nothing = torch.zeros_like(down.flatten(1))
+        return Flat(torch.zeros_like(up), nothing, nothing, torch.zeros_like(up[:, 0]))
     factor = part.adapter.strength * Truth().scale(Factors(part.adapter.kind, t))
     return Flat(up * factor, down.flatten(1), size.flatten(1), up.abs().sum(1) * max(1.0, abs(factor)))
 

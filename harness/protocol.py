@@ -189,8 +189,16 @@ class TimeToggle(msgspec.Struct, frozen=True, tag="time-toggle"):
     limit: float = 600.0
 
 
+class Effect(msgspec.Struct, frozen=True, tag="effect"):
+    """How far a join subject's file, and the file realised from it, are from the right delta of a join case."""
+
+    case: Case
+    subject: str
+    limit: float = 600.0
+
+
 # Each gets one Answer within ``limit`` seconds.
-Request = Judge | Measure | LoadCode | Write | Compare | Load | TimeLoad | Join | CheckSum | TimeToggle
+Request = Judge | Measure | LoadCode | Write | Compare | Load | TimeLoad | Join | CheckSum | TimeToggle | Effect
 Message = Hello | Stage | Answer
 
 

@@ -32,6 +32,7 @@ from fulldiff.harness.protocol import (
     Answer,
     CheckSum,
     Compare,
+    Effect,
     Hello,
     Join,
     Judge,
@@ -99,7 +100,7 @@ def _answer(channel: BinaryIO, request: Request) -> Answer:
         return Answer(rewriting.compare(request))
     if isinstance(request, Load | TimeLoad):
         return Answer(bench=load_worker.run(request))
-    if isinstance(request, Join | CheckSum | TimeToggle):
+    if isinstance(request, Join | CheckSum | TimeToggle | Effect):
         return join_worker.run(request)
     _subject(request.suite, request.subject)
     return Answer(code=_code())

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fulldiff.harness.files.writers import Piece
+from fulldiff.harness.join_effect import ranks
 from fulldiff.harness.join_files import adapters_of, parts_of_files, rows_of, save, tokens_of
 from fulldiff.harness.subjects.base import Detach, replace_forward
 from fulldiff.harness.subjects.faulty import layer_of
@@ -62,11 +63,7 @@ class FaultyRunning:
     undo: list[Detach] = field(init=False)
 
     def __post_init__(self) -> None:
-        ranks = [
-            max((p.rank for own in self.parts.values() for p in own if p.file == f), default=0)
-            for f in range(self.files)
-        ]
-        self.setting = Setting([1.0] * self.files, ranks)
+        self.setting = Setting([1.0] * self.files, ranks(self.parts, self.files))
         self.undo = [self._attach(name, own) for name, own in self.parts.items()]
 
     def set_diagonal(self, numbers: Sequence[float]) -> None:
