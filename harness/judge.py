@@ -83,7 +83,7 @@ def observe(body: RuntimeCase, material: Material, subject: Subject) -> tuple[Te
     assert isinstance(weight, Tensor)
     with torch.no_grad():
         restored = torch.equal(module(x), module_for(body.layer, material.weight, material.bias)(x))
-    same = _bits(x, material.x) and _bits(weight, material.weight) and restored
+    same = same_bits(x, material.x) and same_bits(weight, material.weight) and restored
     return y, Claim("leaves input and base as they were", same, 0.0 if same else 1.0)
 
 
@@ -179,7 +179,7 @@ def _without_base(material: Material) -> Material:
     return replace(material, weight=torch.zeros_like(material.weight), bias=bias)
 
 
-def _bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal bit for bit, NaN included."""
     raw = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
     return torch.equal(a.contiguous().view(raw), b.contiguous().view(raw))

@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from fulldiff.harness.subjects import full_diff
 from fulldiff.harness.subjects.base import Subject, Unsupported, replace_forward
 
 
@@ -70,3 +71,34 @@ class AbortsOnLowRank(Subject):
 class Nothing(Subject):
     def attach(self, module, adapters):
         raise Unsupported("nothing is done here")
+
+
+class ChainsForwards(Subject):
+    """Each attachment saves the forward it found: taking off the first one brings it back in the end."""
+
+    def attach(self, module, adapters):
+        weights = [full_diff.merged(torch.zeros_like(module.weight), [adapter]) for adapter in adapters]
+        inner = module.forward
+
+        def forward(x):
+            y = inner(x)
+            for weight in weights:
+                y = y + full_diff.run(module, weight, None, x)
+            return y
+
+        return replace_forward(module, forward)
+
+
+class Subtracts(Subject):
+    """Merges in place, and takes off by subtracting the same delta."""
+
+    def attach(self, module, adapters):
+        total = full_diff.merged(torch.zeros_like(module.weight), adapters)
+        with torch.no_grad():
+            module.weight += total
+
+        def detach():
+            with torch.no_grad():
+                module.weight -= total
+
+        return detach

@@ -1,0 +1,233 @@
+"""The bench: what its numbers mean, that its reports follow from its cells, that its meters say what is missing."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from fulldiff.cases.model import StepCase, case_id
+from fulldiff.harness import bench, bench_numbers, bench_plan, bench_report, merging
+from fulldiff.harness.backends import cpu, cuda, rocm, torch_gpu
+from fulldiff.harness.bench_worker import interleave, run
+from fulldiff.harness.protocol import Judgement
+from fulldiff.harness.results import Cell, Environment
+from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
+
+ENVIRONMENT = Environment({"torch": "2.13.0"}, "CPU", 2, "Linux")
+
+
+def test_a_ratio_is_the_geometric_mean_of_blocks_and_its_interval_holds_it() -> None:
+    middle, low, high = bench_numbers.ratio([2.0, 2.2, 1.8, 2.0], [1.0, 1.0, 1.0, 1.0])
+    assert middle == pytest.approx((2.0 * 2.2 * 1.8 * 2.0) ** 0.25)
+    assert low < middle < high
+    assert high / middle == pytest.approx(middle / low)
+
+
+def test_drift_cancels_in_an_abba_block() -> None:
+    clock = [1.0]
+
+    class Drifting:
+        @staticmethod
+        def seconds(call: object) -> float:
+            clock[0] *= 1.01
+            return clock[0]
+
+    samples = interleave({"a": lambda: None, "b": lambda: None}, 0.0, Drifting)  # type: ignore[arg-type]
+    for a, b in zip(samples["a"], samples["b"], strict=True):
+        assert a / b == pytest.approx(1.0, abs=1e-3)
+
+
+def test_two_identical_ways_give_an_interval_that_holds_one() -> None:
+    chance, held = random.Random(5), 0
+    for _ in range(200):
+        bare = [1 + 0.01 * chance.gauss(0, 1) for _ in range(10)]
+        again = [1 + 0.01 * chance.gauss(0, 1) for _ in range(10)]
+        _, low, high = bench_numbers.ratio(again, bare)
+        held += low <= 1 <= high
+    assert 180 <= held <= 198
+
+
+@pytest.mark.parametrize(
+    ("lead", "tokens"),
+    [
+        ({77: 0.5, 1024: 0.1}, math.inf),
+        ({77: -0.1, 1024: 0.2}, 0.0),
+        ({64: 0.1, 1024: -0.1}, 256.0),
+        ({64: 0.3, 256: 0.1, 1024: -0.1}, 512.0),
+    ],
+)
+def test_break_even_is_where_the_lead_ends(lead: dict[int, float], tokens: float) -> None:
+    assert bench_numbers.crossing(lead) == pytest.approx(tokens)
+
+
+def test_a_shape_is_counted_as_often_as_it_occurs() -> None:
+    found = bench_plan.shapes("sdxl", [(1024, 1024)])
+    assert sum(count for shape in found for count in shape.counts.values()) == 788
+    assert found[0].flops == max(shape.flops for shape in found)
+    planned = list(bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], 2))
+    assert {workload.labels["tokens"] for workload in planned} >= {77, 256, 1024}
+    assert len({case_id(workload.case) for workload in planned}) == len(planned)
+
+
+def test_a_real_layer_is_measured_and_checked() -> None:
+    workload = next(w for w in bench_plan.layers(["sd15"], [(256, 256)], None) if w.labels["layer"] == "linear 320×320")
+    found = run(workload.case, 0.01, cpu)  # type: ignore[arg-type]
+    assert set(found["seconds"]) == set(bench_plan.LAYER_WAYS)
+    assert {check.outcome for check in found["check"].values()} == {"passed"}
+    assert found["peak_bytes"][AGAIN] == found["peak_bytes"][NO_ADAPTER]
+    weight = 320 * 320 * 4
+    assert found["held_bytes"]["streamed"] - found["held_bytes"][NO_ADAPTER] >= weight
+    assert found["peak_bytes"]["full-diff"] - found["peak_bytes"][NO_ADAPTER] >= weight
+    assert found["peak_bytes"]["runtime-lokr"] - found["peak_bytes"][NO_ADAPTER] < weight
+    assert 1 < found["facts"]["flop_floor"] < 2
+
+
+def test_the_meter_counts_what_is_freed_on_the_way_and_what_stays() -> None:
+    kept = []
+
+    def call() -> None:
+        torch.empty(1000, dtype=torch.uint8)
+        kept.append(torch.empty(400, dtype=torch.uint8))
+
+    found = cpu.memory(call)
+    assert found.kept == kept[0].nbytes == 400
+    assert found.peak == 1000
+
+
+def test_merging_eight_small_deltas_one_by_one_into_bf16_loses_most() -> None:
+    found = {
+        (w.labels["dtype"], w.labels["size"], w.labels["one_by_one"]): merging.run(w.case)["strength"]["along"]
+        for w in bench_plan.merges()
+    }
+    assert found["f16", 0.1, False] == pytest.approx(1, abs=0.01)
+    assert found["bf16", 0.001, True] < 0.5 * found["bf16", 0.001, False]
+    assert found["f8_e4m3", 0.01, True] < 0.2
+
+
+def test_a_step_that_needs_more_memory_than_is_free_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    (workload,) = bench_plan.steps([(1024, 1024)], "bf16", 1)
+    assert isinstance(workload.case.body, StepCase)
+    assert bench_plan.needed_bytes(workload.case.body) > 10 * 2**30
+    monkeypatch.setattr(bench, "available_bytes", lambda: 2**30)
+    cell = bench._measure(None, workload, bench.Options())  # type: ignore[arg-type]
+    assert cell.check["step"].outcome == "out of memory"
+    assert "1.0 GiB are free" in cell.check["step"].message
+
+
+def _cells() -> list[Cell]:
+    """One workload of each kind, with made numbers: streamed is faster from 640 tokens on."""
+    cells = []
+    for n, streamed in ((77, 1.5), (256, 1.2), (1024, 1.02)):
+        times = {
+            NO_ADAPTER: 1.0,
+            AGAIN: 1.0,
+            "streamed": streamed,
+            "runtime-lokr": 1.1,
+            "full-diff": 2.0,
+            "planned": 1.02,
+        }
+        labels = {"workload": "layer", "model": "sdxl", "layer": "linear 640×640", "tokens": n, "dtype": "f32",
+                  "form": "full w2", "count_at": {"512×512": 3}}  # fmt: skip
+        cells.append(_cell(labels, times))
+    step = {"workload": "step", "model": "sdxl", "size": "512×512", "dtype": "bf16", "narrowed": 1, "form": "full w2"}
+    cells.append(_cell(step, {NO_ADAPTER: 1.0, AGAIN: 1.0, "merged": 1.0}))
+    merge = {"workload": "merge", "dtype": "bf16", "size": 0.01, "one_by_one": False}
+    cells.append(Cell("merge", "cpu", merge, {}, {}, {}, {}, {"along": 0.75, "noise": 0.5}))
+    return cells
+
+
+def _cell(labels: dict[str, object], times: dict[str, float]) -> Cell:
+    chance = random.Random(1)
+    seconds = {way: [t * (1 + 0.001 * chance.random()) for _ in range(6)] for way, t in times.items()}
+    memory = dict.fromkeys(times, 2**20) | {"full-diff": 5 * 2**20}
+    checks = {"runtime-lokr": Judgement("passed")}
+    return Cell(str(labels), "cpu", labels, seconds, memory, checks, dict.fromkeys(times, 0), {"flop_floor": 1.09})
+
+
+def test_a_report_follows_from_its_cells(tmp_path: Path) -> None:
+    sections = bench_report.Sections(Counter(passed=5), [], [], None, _cells(), ENVIRONMENT, [])
+    bench_report.write(sections, tmp_path, "cpu")
+    text = (tmp_path / "cpu.md").read_text()
+    assert "f32, full w2: below 553 tokens use runtime, above it streamed" in text
+    assert "| bf16   | 1.0%" in text
+    assert "0.750 (±0.50)" in text
+    assert "830.86 MB" in text
+    assert (tmp_path / "cpu.png").stat().st_size > 10_000
+    table = pd.read_csv(tmp_path / "cpu.csv")
+    assert set(table[table.way == "full-diff"].extra) == {4 * 2**20}
+
+
+def _fake_torch(monkeypatch: pytest.MonkeyPatch, cuda_build: str | None, hip: str | None, device: bool) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda_build)
+    monkeypatch.setattr(torch.version, "hip", hip, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
+
+
+@pytest.mark.parametrize(
+    ("backend", "cuda_build", "hip", "device", "words"),
+    [
+        (cuda, None, None, False, "is not a CUDA build"),
+        (cuda, None, "6.4", True, "is a ROCm build (6.4); install a CUDA build"),
+        (rocm, "12.8", None, True, "is a CUDA build (12.8); install a ROCm build"),
+        (cuda, "12.8", None, False, "built for CUDA 12.8, but finds no device or driver"),
+        (rocm, None, "6.4", False, "built for ROCm 6.4, but finds no device or driver"),
+    ],
+)
+def test_a_gpu_backend_says_which_piece_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: types.ModuleType,
+    cuda_build: str | None,
+    hip: str | None,
+    device: bool,
+    words: str,
+) -> None:
+    _fake_torch(monkeypatch, cuda_build, hip, device)
+    assert words in backend.missing()
+
+
+def test_a_gpu_backend_measures_what_the_allocator_and_the_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake_torch(monkeypatch, "12.8", None, True)
+    state = {"live": 100, "peak": 100}
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return 12.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for name, value in {
+        "synchronize": lambda: None,
+        "memory_allocated": lambda: state["live"],
+        "max_memory_allocated": lambda: state["peak"],
+        "memory_reserved": lambda: 4096,
+        "reset_peak_memory_stats": lambda: state.update(peak=state["live"]),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert cuda.missing() is None
+    found = torch_gpu.memory(lambda: state.update(live=130, peak=350))
+    assert (found.peak, found.kept, found.reserved) == (250, 30, 4096)
+    assert torch_gpu.seconds(lambda: None) == 0.0125
+
+
+def test_an_absent_backend_ends_with_5(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from fulldiff.harness import cli
+
+    arguments = ["fulldiff", "bench", "--backend", "rocm" if torch.version.hip is None else "cuda"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 5
+    assert "build" in capsys.readouterr().out
