@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from fulldiff.cases import factors
 from fulldiff.cases.load_names import LORA_SUFFIXES, SHRINK
-from fulldiff.cases.model import Adapter, AdapterFile, Alpha, Case, LoadCase, Model
+from fulldiff.cases.model import Adapter, AdapterFile, Alpha, Case, LoadCase, Model, Shape
 from fulldiff.cases.state_dicts import shrunk
 from fulldiff.cases.tables import LDM_PREFIX, TableRow, aliases, load_table, underscored
 
@@ -111,6 +111,8 @@ def _small() -> dict[str, LoadCase]:
             "sdxl", "f32", tuple(f"text_encoder.text_model.encoder.layers.{n}.mlp.fc1" for n in range(7)), 160)),
         "orphan-alpha": load(file({Q_KOHYA: Adapter("lora", {}, Alpha("0d", 1.0)), FC_KOHYA: fc})),
         "orphan-down": load(file({Q_KOHYA: orphan("lora_down.weight"), FC_KOHYA: fc})),
+        # Each is refused; stacked, the rank that one lacks would be made up for by the other.
+        "ranks-do-not-fit": load(file({Q_KOHYA: factors_of((4, 2), (1, 4))}), file({Q_KOHYA: factors_of((4, 1), (2, 4))})),
         "orphan-up": load(file({Q_KOHYA: orphan("lora_up.weight"), FC_KOHYA: fc})),
         "skipped": load(file({"lora_unet_class_embedding_linear_1": q, Q_KOHYA: q})),
         "fused-q": load(file({"transformer.transformer_blocks.0.attn.to_q": factors.lora(8, 8, 2)}), model=Model(
@@ -127,6 +129,10 @@ def load(*files: AdapterFile, model: Model = SMALL) -> LoadCase:
 
 def file(modules: Mapping[str, Adapter]) -> AdapterFile:
     return AdapterFile(spelling="as named", modules=modules)
+
+
+def factors_of(up: Shape, down: Shape) -> Adapter:
+    return Adapter("lora", {"lora_up.weight": up, "lora_down.weight": down})
 
 
 def orphan(factor: str) -> Adapter:

@@ -245,5 +245,10 @@ def test_what_has_no_delta_is_refused_by_name(merger: Any) -> None:
     weight: Tensor = torch.zeros(2, 2)
     with pytest.raises(LoadError, match="a: GLoRA has no delta to merge; remove the layer"):
         merger(weight, [Patch("glora", {}, 1.0, None, "a")])
-    with pytest.raises(Refused, match=r"the factors give \(2, 3\), the weight is \(2, 2\)"):
+    with pytest.raises(Refused, match=r"a: its factors do not fit a weight \(2, 2\)"):
         merger(weight, [patch(up=[[1.0], [1.0]], down=[[1.0, 1.0, 1.0]])])
+    # Put together, the ranks of these two fit.
+    high = patch(up=[[1.0, 1.0], [1.0, 1.0]], down=[[1.0, 1.0]])
+    low = patch(up=[[1.0], [1.0]], down=[[1.0, 1.0], [1.0, 1.0]])
+    with pytest.raises(Refused, match=r"a: its factors do not fit a weight \(2, 2\)"):
+        merger(weight, [high, low])

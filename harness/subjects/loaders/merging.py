@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,44 +14,66 @@ from fulldiff.reference.load import LoadError, Patch
 from fulldiff.reference.merge import UNMERGED
 
 PLAIN = {"lora_up.weight", "lora_down.weight", "alpha"}
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
 Rows = tuple[int, int] | None
 
 
 def one_by_one(weight: Tensor, patches: Sequence[Patch]) -> Tensor:
     """As the lineage does it: each delta made whole, scaled, and added to the sum."""
     total = widened(weight)
-    for adapter in adapters(patches):
-        if "dora_scale" in adapter.tensors:
-            full_diff.add(total, weight, adapter)
-        else:
-            part = total[factors.rows(adapter, weight)]
-            part += factors.scale(adapter) * full_diff.delta(adapter, part.shape, total.dtype)
+    for file, adapter in active(patches):
+        with named(file, weight):
+            if "dora_scale" in adapter.tensors:
+                full_diff.add(total, weight, adapter)
+            else:
+                part = total[factors.rows(adapter, weight)]
+                part += factors.scale(adapter) * full_diff.delta(adapter, part.shape, total.dtype)
     return total.to(weight.dtype)
 
 
 def stacked(weight: Tensor, patches: Sequence[Patch]) -> Tensor:
     """All plain LoRAs on the same rows in one product, up (out, Σr) · down (Σr, in), added as it is made."""
     total = widened(weight)
-    plain: dict[Rows, list[Adapter]] = {}
-    for adapter in adapters(patches):
-        if adapter.kind == "lora" and adapter.tensors.keys() <= PLAIN:
-            plain.setdefault(adapter.rows, []).append(adapter)
-        else:
-            full_diff.add(total, weight, adapter)
-    for together in plain.values():
-        part = total[factors.rows(together[0], weight)]
-        up = torch.cat([_up(adapter, total.dtype) for adapter in together], dim=1)
-        down = torch.cat([adapter.tensors["lora_down.weight"].to(total.dtype).flatten(1) for adapter in together])
-        if (up.shape[0], down.shape[1]) != (part.shape[0], part[0].numel()):
-            sizes = f"({up.shape[0]}, {down.shape[1]}), the weight is {tuple(part.shape)}"
-            raise Refused(f"{', '.join(sorted({patch.file for patch in patches}))}: the factors give {sizes}")
-        part.flatten(1).addmm_(up, down)
+    plain: dict[Rows, list[tuple[Tensor, Tensor]]] = {}
+    for file, adapter in active(patches):
+        with named(file, weight):
+            if adapter.kind == "lora" and adapter.tensors.keys() <= PLAIN:
+                pair = _matrices(adapter, total[factors.rows(adapter, weight)])
+                plain.setdefault(adapter.rows, []).append(pair)
+            else:
+                full_diff.add(total, weight, adapter)
+    for rows, pairs in plain.items():
+        ups, downs = zip(*pairs, strict=True)
+        part = total[slice(*rows) if rows else slice(None)]
+        part.flatten(1).addmm_(torch.cat(ups, dim=1), torch.cat(downs))
     return total.to(weight.dtype)
 
 
-def _up(adapter: Adapter, dtype: torch.dtype) -> Tensor:
-    """up (out, r) times strength · alpha / rank: fewer numbers to scale than the delta has."""
-    return adapter.tensors["lora_up.weight"].to(dtype).flatten(1) * factors.scale(adapter)
+def _matrices(adapter: Adapter, part: Tensor) -> tuple[Tensor, Tensor]:
+    """up (out, r) times its scale, and down (r, in·∏kernel).
+
+    Checked one by one: stacked, the wrong rank of one LoRA and that of another could make up for each other.
+    """
+    up, down = (adapter.tensors[name] for name in ("lora_up.weight", "lora_down.weight"))
+    same_kernel = down.dim() != part.dim() or down.shape[1:] == part.shape[1:]
+    flat_up, flat_down = up.to(part.dtype).flatten(1), down.to(part.dtype).flatten(1)
+    sizes = (flat_up.shape[0], flat_up.shape[1], flat_down.shape[1])
+    if not same_kernel or sizes != (part.shape[0], down.shape[0], part[0].numel()):
+        raise Refused(f"lora_up is {tuple(up.shape)} and lora_down {tuple(down.shape)}")
+    return flat_up * factors.scale(adapter), flat_down
+
+
+@contextmanager
+def named(file: str, weight: Tensor) -> Iterator[None]:
+    """Name the file and the weight's shape where its factors do not fit."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(part in str(error) for part in OUT_OF_MEMORY):
+            raise
+        raise Refused(f"{file}: its factors do not fit a weight {tuple(weight.shape)}: {error}") from error
+    except Refused as reason:
+        raise Refused(f"{file}: its factors do not fit a weight {tuple(weight.shape)}: {reason}") from reason
 
 
 def widened(weight: Tensor) -> Tensor:
@@ -58,12 +81,11 @@ def widened(weight: Tensor) -> Tensor:
     return weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
 
 
-def adapters(patches: Sequence[Patch]) -> list[Adapter]:
-    """The patches that change the weight; raises LoadError for a kind that has no delta."""
-    return [_adapter(patch) for patch in patches if patch.strength]
-
-
-def _adapter(patch: Patch) -> Adapter:
-    if patch.kind in UNMERGED:
-        raise LoadError(f"{patch.file}: {UNMERGED[patch.kind]} has no delta to merge; remove the layer from the file")
-    return Adapter(patch.kind, patch.tensors, patch.strength, patch.rows)
+def active(patches: Sequence[Patch]) -> Iterator[tuple[str, Adapter]]:
+    """The patches that change the weight, with their files; raises LoadError for a kind that has no delta."""
+    for patch in patches:
+        if patch.strength and patch.kind in UNMERGED:
+            kind = UNMERGED[patch.kind]
+            raise LoadError(f"{patch.file}: {kind} has no delta to merge; remove the layer from the file")
+        if patch.strength:
+            yield patch.file, Adapter(patch.kind, patch.tensors, patch.strength, patch.rows)
