@@ -112,7 +112,7 @@ def _small() -> dict[str, LoadCase]:
         "orphan-alpha": load(file({Q_KOHYA: Adapter("lora", {}, Alpha("0d", 1.0)), FC_KOHYA: fc})),
         "orphan-down": load(file({Q_KOHYA: orphan("lora_down.weight"), FC_KOHYA: fc})),
         # Each is refused; stacked, the rank that one lacks would be made up for by the other.
-        "ranks-do-not-fit": load(file({Q_KOHYA: factors_of((4, 2), (1, 4))}), file({Q_KOHYA: factors_of((4, 1), (2, 4))})),
+        "ranks-do-not-fit": load(*(file({Q_KOHYA: wrong}) for wrong in (pair((4, 2), (1, 4)), pair((4, 1), (2, 4))))),
         "orphan-up": load(file({Q_KOHYA: orphan("lora_up.weight"), FC_KOHYA: fc})),
         "skipped": load(file({"lora_unet_class_embedding_linear_1": q, Q_KOHYA: q})),
         "fused-q": load(file({"transformer.transformer_blocks.0.attn.to_q": factors.lora(8, 8, 2)}), model=Model(
@@ -131,7 +131,7 @@ def file(modules: Mapping[str, Adapter]) -> AdapterFile:
     return AdapterFile(spelling="as named", modules=modules)
 
 
-def factors_of(up: Shape, down: Shape) -> Adapter:
+def pair(up: Shape, down: Shape) -> Adapter:
     return Adapter("lora", {"lora_up.weight": up, "lora_down.weight": down})
 
 
