@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fulldiff.cases.factors import lokr_for
-from fulldiff.cases.model import Case, Layer, RuntimeCase, StepCase, case_id
+from fulldiff.cases.model import Case, CaseError, Layer, RuntimeCase, StepCase, case_id
 from fulldiff.cases.tables import TableRow, load_table
 from fulldiff.harness import bench_plan, bench_report, check, conform
 from fulldiff.harness.bench_plan import Workload
 from fulldiff.harness.files import match
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Judgement, Measure
-from fulldiff.harness.results import Cell, Environment, Result, Store
+from fulldiff.harness.results import Cell, Environment, Result, Store, read
 from fulldiff.harness.search import FINE, Engine
 
 SUBJECT = "runtime-lokr"
@@ -44,6 +45,7 @@ class Options:
     budget: float = 0.0
     threads: int = 1
     out: Path = Path("reports")
+    shard: tuple[int, int] = (1, 1)
 
 
 def bench(options: Options, console: Console) -> bool:
@@ -54,7 +56,7 @@ def bench(options: Options, console: Console) -> bool:
     conform.show(outcome, SUBJECT, console)
     layers = check_layers(runs, console)
     real = check_file(file, runs, console) if file else []
-    plan = list(planned(options, file))
+    plan = list(planned(options, file))[options.shard[0] - 1 :: options.shard[1]]
     cells, environment, missing = measure(plan, options, console)
     sections = bench_report.Sections(outcome.counts, layers, real, file, cells, environment, missing)
     bench_report.write(sections, options.out, options.backend)
@@ -62,6 +64,30 @@ def bench(options: Options, console: Console) -> bool:
     checks = [check for cell in cells for check in cell.check.values()]
     right = all(r.judgement.outcome in FINE for r in [*layers, *real]) and all(c.outcome in FINE for c in checks)
     return outcome.ok and right
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """``2/4`` as (2, 4); raises CaseError."""
+    first, _, second = text.partition("/")
+    if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
+        raise CaseError(f"shard {text!r}: write i/n with 1 ≤ i ≤ n, such as 2/4")
+    return int(first), int(second)
+
+
+def put_together(files: list[Path], backend: str, out: Path) -> int:
+    """Write one report from the cells of several result files; how many of the quick plan are missing."""
+    lines = [line for path in files for line in read(path)]
+    cells = {line.id: line for line in lines if isinstance(line, Cell) and line.backend == backend}
+    environments = [line for line in lines if isinstance(line, Environment)]
+    if not cells or not environments:
+        raise CaseError(f"{', '.join(map(str, files))}: no measured cells of backend {backend}")
+    missing = [w for w in planned(Options(backend), None) if case_id(w.case) not in cells]
+    results = [line for line in lines if isinstance(line, Result)]
+    outcomes: Counter[str] = Counter(result.judgement.outcome for result in results)
+    out.mkdir(parents=True, exist_ok=True)
+    sections = bench_report.Sections(outcomes, [], [], None, list(cells.values()), environments[0], missing)
+    bench_report.write(sections, out, backend)
+    return len(missing)
 
 
 def planned(options: Options, file: match.Match | None) -> Iterable[Workload]:

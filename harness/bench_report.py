@@ -67,7 +67,8 @@ def markdown(sections: Sections, table: pd.DataFrame, backend: str) -> str:
         PUBLISHED,
         DIFFERS,
         "## Its layers one by one\n",
-        "Time over the bare layer, median over the shapes; extra: peak memory beyond the bare layer's.\n",
+        "Time over the bare layer, median over the shapes; extra: peak memory of a call beyond the bare layer's; "
+        "held: what stays between calls.\n",
         layer_summary(layers),
         "\nThe measured shapes as often as each occurs in a step, over the bare layers:\n",
         layer_steps(layers),
@@ -140,7 +141,7 @@ def step_tables(steps: pd.DataFrame, cells: list[Cell]) -> list[str]:
     """Compute buffer, held bytes, seconds and ratio of each way, one table per dtype and width."""
     made = []
     for (narrowed, dtype, form), group in steps.groupby(["narrowed", "dtype", "form"]):
-        width = "real size" if narrowed == 1 else f"channels divided by {narrowed}"
+        width = "real size" if narrowed == 1 else f"channels divided by {narrowed:.0f}"
         made.append(f"SDXL's UNet, {width}, random weights, {dtype}, LoKr factor 8 {form} on all its layers.")
         made.append("Buffer: peak beyond what is resident; held: what the way keeps beyond the bare model, MiB.\n")
         made.append(step_table(group) + "\n")
@@ -182,6 +183,7 @@ def layer_summary(layers: pd.DataFrame) -> str:
     ]
     table = table.map(lambda value: "" if pd.isna(value) else f"{value:.3f}")
     table["extra MiB, median"] = (grouped.extra.median() / MIB).map("{:,.2f}".format)
+    table["held MiB, median"] = (grouped.held.median() / MIB).map("{:,.2f}".format)
     table["extra MiB, most"] = (grouped.extra.max() / MIB).map("{:,.2f}".format)
     return to_markdown(table.reset_index())
 

@@ -1,4 +1,5 @@
-"""The command line. Exit codes: 0 ok, 1 conformance, 2 usage or bad input, 5 backend absent, 70 harness error."""
+"""Exit codes: 0 ok, 1 conformance, 2 usage or bad input, 3 regression, 4 unfit or inconclusive, 5 backend absent,
+70 harness error."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fulldiff.cases.model import CaseError
-from fulldiff.harness import cli_join
+from fulldiff.harness import cli_gate, cli_join
 from fulldiff.harness import conform as conforming
 from fulldiff.harness.devices import devices as find_devices
 from fulldiff.harness.manager import BackendAbsent, Worker, WorkerError
@@ -185,6 +186,7 @@ def bench(
     adapter: Annotated[Path | None, typer.Option(help="An adapter file of yours (safetensors), measured too")] = None,
     model: Annotated[str, typer.Option(help="The file's base: sdxl, sd15, flux or zimage")] = "sdxl",
     full: Annotated[bool, typer.Option(help="All models' shapes and sizes; SDXL's UNet at real size")] = False,
+    shard: Annotated[str, typer.Option(help="i/n: only every n-th cell, from the i-th (1 to n)")] = "1/1",
     budget: Annotated[float, typer.Option(help="Minutes of measuring at most; 0: no limit")] = 0.0,
     seconds: Annotated[float, typer.Option(help="At least so long per cell, beside the minimum of blocks")] = 0.05,
     threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
@@ -196,7 +198,7 @@ def bench(
     """
     from fulldiff.harness import bench as benching
 
-    options = benching.Options(backend, adapter, model, full, seconds, budget, threads, out)
+    options = benching.Options(backend, adapter, model, full, seconds, budget, threads, out, benching.shard_of(shard))
     raise typer.Exit(0 if benching.bench(options, console) else CONFORMANCE)
 
 
@@ -236,6 +238,9 @@ def bench_load(
     benching.bench(out, seconds, threads, files, console)
 
 
+app.command()(cli_gate.gate)
+app.command()(cli_gate.report)
+app.add_typer(cli_gate.baseline, name="baseline")
 app.command()(cli_join.join)
 app.command(name="bench-join")(cli_join.bench_join)
 

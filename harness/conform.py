@@ -104,7 +104,7 @@ def conform(
     name = subject.replace(":", "-").replace("/", "-")
     chosen = SUITES[suite]
     path = folder / (f"conform-{name}-{seed}.jsonl" if suite == "runtime" else f"conform-{suite}-{name}-{seed}.jsonl")
-    named = _named(chosen, profile) | {e.pinned: named_case(e.pinned) for e in known if e.pinned}
+    named = named_cases(chosen, profile) | {e.pinned: named_case(e.pinned) for e in known if e.pinned}
     with Worker(python) as worker, Progress(console=console, disable=not console.is_terminal) as progress:
         store = Store.begin(path, environment(worker, subject, suite))
         task = progress.add_task(f"conform {subject}", total=len(named) + profile.examples)
@@ -177,7 +177,8 @@ def named_case(name: str) -> Case:
         raise CaseError(f"{name}: {error.strerror}; give a case's JSON file or a name from `fulldiff list`") from error
 
 
-def _named(suite: Suite, profile: Profile) -> dict[str, Case]:
+def named_cases(suite: Suite, profile: Profile) -> dict[str, Case]:
+    """The suite's named cases that the profile has."""
     return {name: case for name, case in suite.named().items() if profile.heavy or name not in suite.heavy}
 
 

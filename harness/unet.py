@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from fulldiff.cases import tensors as generator
 from fulldiff.cases.factors import lokr_for
 from fulldiff.cases.model import Case, StepCase
 from fulldiff.cases.models.configs import SDXL_UNET
-from fulldiff.harness.backends.base import Backend
+from fulldiff.harness.backends.base import Backend, Memory
 from fulldiff.harness.bench_worker import measured
 from fulldiff.harness.judge import conclude
 from fulldiff.harness.protocol import Claim
@@ -37,7 +38,7 @@ def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
     adapters = adapters_of(model, body, backend.device)
     inputs = inputs_of(body, model, backend.device)
     stepper = Stepper(model, inputs, adapters)
-    held = {way: backend.memory(lambda way=way: stepper.once(way)) for way in body.ways}  # type: ignore[misc]
+    held = {way: stepper.held(way, backend) for way in body.ways}
     outputs = {way: stepper.output(way) for way in body.ways}
     found = measured(dict.fromkeys(body.ways, stepper.step), held, seconds, backend, stepper.attach)
     return found | {"check": checks(outputs, body.dtype), "adapter_bytes": _bytes(adapters)}
@@ -60,11 +61,16 @@ class Stepper:
         if way not in (NO_ADAPTER, AGAIN):
             self.detach = subject(way).attach_model(self.model, self.adapters)
 
-    def once(self, way: str) -> None:
+    def held(self, way: str, backend: Backend) -> Memory:
         """Attach, and one step: what stays allocated is what the way holds."""
         self.attach(NO_ADAPTER)
-        self.attach(way)
-        self.step()
+        gc.collect()
+
+        def attach_and_step() -> None:
+            self.attach(way)
+            self.step()
+
+        return backend.memory(attach_and_step)
 
     def step(self) -> Tensor:
         """One step of the model."""
