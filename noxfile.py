@@ -16,6 +16,8 @@ import nox
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
+# What a backend's bench needs beside the project itself.
+EXTRAS = {"cpu": "unet", "cuda": "unet", "rocm": "unet", "vulkan": "vulkan"}
 PACKAGES = ("cases", "harness", "reference")
 
 nox.needs_version = ">=2024.10.9"
@@ -49,9 +51,53 @@ def conform(session: nox.Session) -> None:
 
 @nox.session(name="bench-cpu")
 def bench_cpu(session: nox.Session) -> None:
-    """Measure memory and time on the CPU; a LoKr file of yours: -- --adapter FILE."""
+    """Measure memory and time on the CPU; an adapter file of yours: -- --adapter FILE."""
+    bench(session, "cpu")
+
+
+@nox.session(name="bench-cuda")
+def bench_cuda(session: nox.Session) -> None:
+    """The same on an NVIDIA GPU."""
+    bench(session, "cuda")
+
+
+@nox.session(name="bench-rocm")
+def bench_rocm(session: nox.Session) -> None:
+    """The same on an AMD GPU; FULLDIFF_TORCH_INDEX names PyTorch's index of ROCm builds."""
+    bench(session, "rocm")
+
+
+@nox.session(name="bench-vulkan")
+def bench_vulkan(session: nox.Session) -> None:
+    """ggml on any Vulkan GPU, or on a software driver."""
+    bench(session, "vulkan")
+
+
+@nox.session(name="bench-load")
+def bench_load(session: nox.Session) -> None:
+    """Time loaders of several adapter files."""
     install(session)
-    session.run("fulldiff", "bench", "--backend", "cpu", *session.posargs)
+    session.run("fulldiff", "bench-load", *session.posargs)
+
+
+@nox.session(name="bench-join")
+def bench_join(session: nox.Session) -> None:
+    """Time one joined LoRA against several apart."""
+    install(session)
+    session.run("fulldiff", "bench-join", *session.posargs)
+
+
+@nox.session
+def gate(session: nox.Session) -> None:
+    """Gate this project's own runtime LoKr against main; or: -- --base REVISION."""
+    install(session)
+    session.run("fulldiff", "gate", *(session.posargs or ["--base", "main"]))
+
+
+def bench(session: nox.Session, backend: str) -> None:
+    """One backend's bench."""
+    install(session, EXTRAS[backend])
+    session.run("fulldiff", "bench", "--backend", backend, *session.posargs)
 
 
 def install(session: nox.Session, extra: str = "") -> None:

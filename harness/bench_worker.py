@@ -14,6 +14,7 @@ from fulldiff.cases.model import BenchCase, Case, MergeCase, RuntimeCase, StepCa
 from fulldiff.harness.backends.base import Backend, Memory
 from fulldiff.harness.judge import compare, conclude, loaded, on
 from fulldiff.harness.part import part_of
+from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.realise import Material, module_for, realise
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 from fulldiff.harness.subjects.registry import subject
@@ -35,15 +36,22 @@ def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
     """Samples (seconds of one call), bytes and the check of each way of one workload."""
     with torch.no_grad():
         if isinstance(case.body, StepCase):
-            from fulldiff.harness import unet  # needs diffusers
-
-            return unet.run(case, seconds, backend)
+            return _step(case, seconds, backend)
         if isinstance(case.body, MergeCase):
             from fulldiff.harness import merging
 
             return merging.run(case)
         assert isinstance(case.body, BenchCase)
         return _layer(case.body, case.seed, seconds, backend)
+
+
+def _step(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
+    try:
+        from fulldiff.harness import unet
+    except ModuleNotFoundError as missing:
+        words = f"a whole UNet needs {missing.name}: pip install 'fulldiff[unet]'"
+        return {"check": {"step": Judgement("unsupported", message=words)}}
+    return unet.run(case, seconds, backend)
 
 
 def _layer(body: BenchCase, seed: int, seconds: float, backend: Backend) -> dict[str, Any]:

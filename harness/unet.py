@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from fulldiff.cases import tensors as generator
@@ -89,8 +90,6 @@ def nothing() -> None:
 
 def made(body: StepCase) -> nn.Module:
     """The model's UNet with its channels divided by ``narrowed``, random weights, in the case's dtype."""
-    from diffusers import UNet2DConditionModel
-
     config = dict(SDXL_UNET)
     for name in ("block_out_channels", "cross_attention_dim"):
         value = config[name]
