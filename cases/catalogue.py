@@ -117,7 +117,13 @@ def _fused(adapted: str, sizes: tuple[int, int, int]) -> RuntimeCase:
 def _crashes() -> Named:
     yield "nb10-transposed-input", _linear(lokr((2, 3), (4, 5)), 8, 15, (7,), layout="transposed")
     # One column more than 65535 workgroups of 32; both contractions have as many columns as tokens.
+    yield "vulkan-columns-2097120", _linear(lokr((2, 1), (1, 2)), 2, 2, (2097120,))
     yield "vulkan-columns-2097121", _linear(lokr((2, 1), (1, 2)), 2, 2, (2097121,))
+    # The same for a convolution: 16 channels of w2 at 363 × 364 positions.
+    wide = Layer("conv2d", 32, 32, (1, 2), (1, 1), (0, 0), (1, 1))
+    yield "vulkan-conv-columns", RuntimeCase(wide, (lokr((2, 2), (16, 16), (1, 2)),), Input((1, 32, 363, 365)))
+    # An f32 input of more than 2^27 bytes: the largest storage buffer of some drivers.
+    yield "vulkan-largest-buffer", _linear(lokr((2, 16), (4, 80)), 8, 1280, (26215,))
     yield "vulkan-width-3072", _linear(lokr((4, 4), (768, 768)), 3072, 3072, (4096,))
     # The shapes only: the values that overflow (w1 = 1e-4, w2 = 600, x = 1) do not come from a seed.
     small = lokr((8, 8), (160, 160), dtype="f16")
@@ -242,4 +248,4 @@ def _catalogue() -> dict[str, Case]:
 CATALOGUE: dict[str, Case] = _catalogue()
 
 # Too large for the quick profile.
-HEAVY: frozenset[str] = frozenset({"vulkan-columns-2097121", "vulkan-width-3072"})
+HEAVY: frozenset[str] = frozenset(name for name in CATALOGUE if name.startswith("vulkan-"))

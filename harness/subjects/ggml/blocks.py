@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from fulldiff.harness.subjects.ggml.graph import Graph, Node
 
+# Vulkan: an operand must begin at a multiple of 256 bytes, or ggml asserts; so many f32 numbers.
+ALIGNED = 64
+
 
 @dataclass(frozen=True)
 class Block:
@@ -68,7 +71,7 @@ def product(g: Graph, block: Node, matrix: Node, last: bool) -> Node:
     As few parts as the device's work groups allow, for any m; one part needs no copy.
     """
     inner, m = g.sizes(block)[:2]
-    parts = list(even_parts(m, g.session.columns))
+    parts = list(even_parts(m, g.session.columns, ALIGNED))
     if len(parts) == 1:
         return g.mul_mat(block, matrix) if last else g.mul_mat(matrix, block)
     rows = g.sizes(matrix)[1]
@@ -81,11 +84,14 @@ def product(g: Graph, block: Node, matrix: Node, last: bool) -> Node:
     return out
 
 
-def even_parts(items: int, limit: int) -> Iterator[tuple[int, int]]:
-    """(start, count) of as few parts as the limit allows; their counts differ by at most one."""
-    parts = max(1, math.ceil(items / max(1, limit)))
-    start = 0
-    for index in range(parts):
-        count = items // parts + (index < items % parts)
-        yield start, count
-        start += count
+def even_parts(items: int, limit: int, unit: int = 1) -> Iterator[tuple[int, int]]:
+    """(start, count) of as few even parts as the limit allows, each a multiple of ``unit`` but the last.
+
+    Any number of items will do, a prime too: at most one part more than without the unit, where the limit is
+    larger than a few units.
+    """
+    whole = limit if items <= limit else max(unit, limit // unit * unit)
+    parts = max(1, math.ceil(items / max(1, whole)))
+    size = min(whole, math.ceil(items / parts / unit) * unit) if parts > 1 else items
+    for start in range(0, max(1, items), max(1, size)):
+        yield start, min(size, items - start)

@@ -83,6 +83,8 @@ def _images(g: Graph, block: Block, kernel: Node, code: int, shape: Geometry, pa
     size = block.sizes["s"] * channels
     flat = g.reshape(block.node, size, block.elements // size)
     piece = g.view(flat, (size, count), (size,), start * size)
+    if g.sizes(flat)[1] != count:
+        piece = g.cont(piece)  # An operand that begins anywhere: see `blocks.ALIGNED`.
     columns = unfold(g, piece, kernel, code, shape, channels, count)
     flat_columns = g.reshape(columns, g.sizes(kernel)[0], count * shape.positions)
     return product(g, flat_columns, kernel, last=True)
