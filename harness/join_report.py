@@ -157,7 +157,8 @@ def files(facts: list[Cell]) -> list[str]:
         shown = f"{peak / MIB:.1f} MiB" if peak else "n/a"
         lines.append(
             f"Two files of 788 modules of rank 16 (f16) joined in {joined.facts['seconds']:.1f} s; peak memory "
-            f"beyond what the process had: {shown}; the output has {output / MIB:.1f} MiB, its largest layer {layer / MIB:.1f}."
+            f"beyond what the process had: {shown}; the output has {output / MIB:.1f} MiB, "
+            f"its largest layer {layer / MIB:.1f}."
         )
     if toggled := by_id.get("toggle/788"):
         times = sorted(toggled.seconds["set"])
