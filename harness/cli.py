@@ -95,13 +95,14 @@ def devices() -> None:
 
 @app.command()
 def faults(out: Out = Path("reports"), seed: int = 1, seconds: float = 20.0) -> None:
-    """Run every named fault as a subject on exact cases; write faults.md."""
+    """Run every named fault as a subject until it is flagged; find the smallest scale error; write faults.md."""
     from fulldiff.harness import fault_table
     from fulldiff.reference.faults import FAULTS  # the only command whose process loads torch
 
     rows = fault_table.run(list(FAULTS), out / "runs", seed, seconds, console)
     docs = {name: " ".join((type(f).__doc__ or "").split()) for name, f in FAULTS.items()}
     text = fault_table.markdown(rows, docs)
+    text += fault_table.sensitivity(fault_table.smallest_scale_errors(out / "runs", seed, console))
     (out / "faults.md").write_text(text)
     missed = [row.fault for row in rows if not row.smallest]
     console.print(f"{len(rows) - len(missed)} of {len(rows)} faults flagged; wrote {out / 'faults.md'}")

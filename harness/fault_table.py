@@ -14,13 +14,15 @@ from hypothesis.strategies import SearchStrategy
 from rich.console import Console
 from rich.progress import Progress
 
-from fulldiff.cases.model import Case
+from fulldiff.cases.model import DTYPES, Case, DType
 from fulldiff.cases.strategies import runtime_cases
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.results import Store
 from fulldiff.harness.search import Engine, Search
 
 EXAMPLES = 2000
+# How small an error of the scale is found on random values, in so many cases of LoRA and LoKr.
+SHARES, SHARE_EXAMPLES = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 1e-4, 1e-5), 150
 DORA = "dora-"
 
 
@@ -59,6 +61,41 @@ def _strategy(name: str) -> tuple[str, SearchStrategy[Case]]:
     if name.startswith(DORA):
         return "normal, f32", runtime_cases(values=("normal",), dtypes=("f32",))
     return "exact", runtime_cases(values=("exact",))
+
+
+def smallest_scale_errors(folder: Path, seed: int, console: Console) -> dict[DType, float]:
+    """For each dtype the smallest error of the scale that normal values show, the next smaller one being missed."""
+    found: dict[DType, float] = {}
+    with Worker() as worker, Progress(console=console, disable=not console.is_terminal) as progress:
+        for dtype in progress.track(DTYPES, description="scale errors"):
+            strategy = runtime_cases(("lora", "lokr"), ("normal",), (dtype,), extras=())
+            for share in SHARES:
+                path = folder / f"scale-off-{dtype}-{share}.jsonl"
+                path.unlink(missing_ok=True)
+                store = Store(path)
+                engine = Engine(store, worker, f"fault:scale-off-{share}")
+                flagged = Search(engine, SHARE_EXAMPLES, 20.0, 0.0, first_only=True).run(strategy, seed)
+                store.close()
+                if not flagged:
+                    break
+                found[dtype] = share
+    return found
+
+
+def sensitivity(found: dict[DType, float]) -> str:
+    """The table of smallest errors, in words and percent."""
+    rows = [
+        {"dtype": dtype, "smallest scale error found": f"{found[dtype]:.3%}" if dtype in found else "none"}
+        for dtype in DTYPES
+    ]
+    return (
+        "\n## How small an error is found on random values\n\n"
+        f"A subject that is exact but for its scale, {SHARE_EXAMPLES} LoRA and LoKr cases with normal values; tried: "
+        + ", ".join(f"{share:.3%}" for share in SHARES)
+        + ".\nExact cases find any error at all, in every dtype.\n\n"
+        + str(pd.DataFrame(rows).to_markdown(index=False))
+        + "\n"
+    )
 
 
 def markdown(rows: list[Flagged], docs: dict[str, str]) -> str:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from fault_pairs import PAIRS, Setting, conv, linear, lokr, lora, rank2
+from msgspec import structs
 
+from fulldiff.cases.catalogue import CATALOGUE
+from fulldiff.harness.judge import judge
+from fulldiff.harness.subjects.faulty import Faulty
 from fulldiff.reference.faults import FAULTS
 from fulldiff.reference.truth import Truth
 
@@ -105,3 +109,10 @@ def test_kernel_faults_show_in_a_low_rank_lokr_and_in_a_locon(name: str) -> None
     for adapter in (lokr(w1=[[1]], w2_a=[[1]], w2_b=flat), lora(up=[[1]], down=flat)):
         setting = Setting(conv(1, 2, 2, 2), (adapter,))
         assert not torch.equal(setting.run(FAULTS[name]), setting.run(Truth()))
+
+
+@pytest.mark.parametrize(("share", "outcome"), [(0.1, "wrong"), (1e-12, "passed")])
+def test_a_scale_that_is_off_is_found_where_it_is_more_than_rounding(share: float, outcome: str) -> None:
+    case = structs.replace(CATALOGUE["d1-low-rank"], seed=3)
+    normal = structs.replace(case, body=structs.replace(case.body, values="normal"))
+    assert judge(normal, Faulty(f"scale-off-{share}"), lambda stage: None).outcome == outcome

@@ -10,16 +10,22 @@ from fulldiff.cases.model import Layer
 from fulldiff.harness.subjects.base import Adapter, Detach, Subject, replace_forward
 from fulldiff.harness.subjects.registry import SubjectError
 from fulldiff.reference.faults import FAULTS
-from fulldiff.reference.truth import Factors
+from fulldiff.reference.faults.scale import ScaleOff
+from fulldiff.reference.truth import Factors, Truth
+
+SCALE_OFF = "scale-off-"
 
 
 class Faulty(Subject):
     """One of the reference's named faults, on any layer."""
 
     def __init__(self, name: str) -> None:
-        if name not in FAULTS:
-            raise SubjectError(f"no fault {name!r}: use one of {', '.join(FAULTS)}")
-        self.truth = FAULTS[name]
+        if name.startswith(SCALE_OFF):
+            self.truth: Truth = ScaleOff(float(name.removeprefix(SCALE_OFF)))
+        elif name in FAULTS:
+            self.truth = FAULTS[name]
+        else:
+            raise SubjectError(f"no fault {name!r}: use one of {', '.join(FAULTS)}, {SCALE_OFF}SHARE")
 
     def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
         layer, weight, bias = layer_of(module), module.weight, module.bias

@@ -10,6 +10,18 @@ from fulldiff.reference.faults.registry import fault
 from fulldiff.reference.truth import Factors, Truth
 
 
+class ScaleOff(Truth):
+    """A scale off by a share: how small a share is still found measures the budgets, see `fulldiff faults`."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        object.__setattr__(self, "share", share)
+
+    def scale(self, adapter: Factors) -> float:
+        share: float = self.share  # type: ignore[attr-defined]
+        return super().scale(adapter) * (1 + share)
+
+
 @fault("scale-twice")
 class ScaleTwice(Truth):
     """alpha / rank applied twice (LyCORIS 4.1.3's merge)."""
