@@ -21,7 +21,7 @@ from fulldiff.cases.model import Case
 from fulldiff.cases.restores import named_restores, restore_cases
 from fulldiff.cases.strategies import runtime_cases
 from fulldiff.harness.subjects.loaders.names import LOADERS
-from fulldiff.harness.subjects.names import OURS
+from fulldiff.harness.subjects.names import OURS, PEERS
 
 SUBJECTS = "fulldiff.harness.subjects"
 
@@ -45,7 +45,7 @@ class Suite:
 SUITES: dict[str, Suite] = {
     "runtime": Suite(
         "y = (W + ΔW) x",
-        OURS,
+        {**OURS, **PEERS},
         runtime_cases,
         pinned,
         judge="fulldiff.harness.judge:judge",

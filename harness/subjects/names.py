@@ -24,6 +24,14 @@ OURS = {
     "ljl": "fulldiff.harness.subjects.ljl:Ljl",
     **{name: f"fulldiff.harness.subjects.ggml.{target}" for name, target in GGML.items()},
 }
+# What others wrote; each says how to install what it needs.
+PEERS = {
+    "peft": "fulldiff.harness.subjects.peers.peft:Peft",
+    "peft-merged": "fulldiff.harness.subjects.peers.peft:PeftMerged",
+    "lycoris": "fulldiff.harness.subjects.peers.lycoris:Lycoris",
+    "lycoris-bypass": "fulldiff.harness.subjects.peers.lycoris:LycorisBypass",
+    "lycoris-merge": "fulldiff.harness.subjects.peers.lycoris:LycorisMerge",
+}
 FAULT = "fault:"
 # The bare layer as a way of a bench: the yardstick, no subject.
 NO_ADAPTER = "no adapter"
