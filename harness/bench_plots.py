@@ -39,6 +39,7 @@ def scatter(axis: Any, cells: pd.DataFrame, title: str) -> None:
         axis.scatter(
             group.extra.clip(lower=0) / MIB + 0.01, group.ratio, s=14, alpha=0.6, color=COLOURS[way], label=way
         )
+    axis.set_yscale("log")
     decorate(axis, title, "peak memory beyond the bare layer, MiB")
 
 
