@@ -81,9 +81,9 @@ def markdown(cells: Sequence[Cell], env: Environment) -> str:
 INTRODUCTION = """Matching alone, as the pull request "Proposed lora loading optimizations" timed it: key maps, scan, \
 patch lists; no tensor
 is computed with. CPU time of one thread. Naive = 1; [low, high] is the 95 % interval of the block-wise ratio
-(A B … B A blocks in one process). `naive` spells each name with `str.format`, as its lineage does; `naive-concatenating` differs in nothing
-else than `+`, and shows how much of its time that is. `indexed` makes its index in every call; `indexed (warm)` has
-loaded these files before.
+(A B … B A blocks in one process). `naive` spells each name with `str.format`, as its lineage does;
+`naive-concatenating` differs in nothing else than `+`, and shows how much of its time that is. `indexed` makes its
+index in every call; `indexed (warm)` has loaded these files before.
 
 The files have SDXL's true names and counts: unet 788 modules, full 722 + 264, tiny 4; DMD2 is unet in another
 spelling; SD1.5 is a LoRA of another model. The pull request speaks of 288 text-encoder modules; SDXL's two encoders
@@ -195,8 +195,8 @@ def _whole(cell: Cell) -> str:
     return "\n".join([
         f"\n## End to end: {cell.labels['label']} of rank 16, {cell.labels['weights']} weights of SDXL, f16\n",
         f"Opening takes {_ms(cell.seconds['open']) / 1e3:.3f} s for both. Merging: sums in f32, one cast; naive makes "
-        "each delta whole and adds it,\nindexed adds all files' LoRAs of a weight in one product. Wall-clock time; each of the "
-        f"{cell.labels['shapes']} shapes was timed on one weight and counts as often\nas it occurs.\n",
+        "each delta whole and adds it,\nindexed adds all files' LoRAs of a weight in one product. Wall-clock "
+        f"time; each of the {cell.labels['shapes']} shapes was\ntimed on one and counts as often as it occurs.\n",
         _table(rows),
         "\nBytes of a whole pass that keeps every weight it replaces (`indexed`): "
         f"files {held['files'] / MIB:,.1f} MiB, backups\n{held['backups'] / MIB:,.1f} MiB; beyond both, at most "
