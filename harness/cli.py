@@ -183,7 +183,7 @@ def convert(
 
 @app.command()
 def bench(
-    backend: Annotated[str, typer.Option(help="cpu, cuda or rocm")] = "cpu",
+    backend: Annotated[str, typer.Option(help="cpu, cuda, rocm or vulkan")] = "cpu",
     adapter: Annotated[Path | None, typer.Option(help="An adapter file of yours (safetensors), measured too")] = None,
     model: Annotated[str, typer.Option(help="The file's base: sdxl, sd15, flux or zimage")] = "sdxl",
     full: Annotated[bool, typer.Option(help="All models' shapes and sizes; SDXL's UNet at real size")] = False,
@@ -197,6 +197,10 @@ def bench(
 
     A run that was interrupted goes on when started again.
     """
+    if backend == "vulkan":
+        from fulldiff.harness import bench_vulkan
+
+        raise typer.Exit(0 if bench_vulkan.bench(out, threads, budget * 60, console) else CONFORMANCE)
     from fulldiff.harness import bench as benching
 
     options = benching.Options(backend, adapter, model, full, seconds, budget, threads, out, benching.shard_of(shard))

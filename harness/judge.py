@@ -165,11 +165,11 @@ def memory(body: RuntimeCase, material: Material, subject: Subject) -> list[Clai
         bare, output = cpu.peak_bytes(lambda: module(x)), module(x).nbytes
         detach = subject.attach(module, loaded(body, material))
         promise = subject.promised_bytes(module, loaded(body, material), x)
+        if promise is None:
+            return []
         module(x)
-        measured = 0 if promise is None else cpu.peak_bytes(lambda: module(x))
+        measured = cpu.peak_bytes(lambda: module(x))
         detach()
-    if promise is None:
-        return []
     want = max(bare, output + promise)
     return [Claim("peak bytes as promised", measured == want, 0.0, "", str(measured), str(want))]
 

@@ -87,8 +87,9 @@ class _Properties(ctypes.Structure):
     """VkPhysicalDeviceProperties2 up to the compute limits; the rest is padding enough for any version."""
 
     _fields_ = (
-        ("type", ctypes.c_int), ("next", ctypes.c_void_p), ("versions", ctypes.c_uint32 * 2), ("ids", ctypes.c_uint32 * 2),
-        ("kind", ctypes.c_uint32), ("name", ctypes.c_char * 256), ("uuid", ctypes.c_uint8 * 16), ("gap", ctypes.c_uint32),
+        ("type", ctypes.c_int), ("next", ctypes.c_void_p), ("versions_and_ids", ctypes.c_uint32 * 4),
+        ("kind", ctypes.c_uint32), ("name", ctypes.c_char * 256), ("uuid", ctypes.c_uint8 * 16),
+        ("gap", ctypes.c_uint32),
         ("image_limits", ctypes.c_uint32 * 7), ("largest_storage_buffer", ctypes.c_uint32),
         ("counts", ctypes.c_uint32 * 4), ("granularity", ctypes.c_uint64 * 2), ("other_limits", ctypes.c_uint32 * 38),
         ("shared_memory", ctypes.c_uint32), ("work_groups", ctypes.c_uint32 * 3), ("rest", ctypes.c_uint8 * 1024),
@@ -148,8 +149,8 @@ def state() -> str:
         found = describe()
     except VulkanAbsent as reason:
         return f"absent: {reason}"
-    reason = missing()
-    return f"absent: {reason}; present: {found}" if reason else f"available: {found}"
+    piece = missing()
+    return f"absent: {piece}; present: {found}" if piece else f"available: {found}"
 
 
 def make_visible(found: list[Device]) -> None:

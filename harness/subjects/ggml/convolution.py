@@ -100,8 +100,8 @@ def unfold(g: Graph, x: Node, kernel: Node, code: int, shape: Geometry, channels
         return int(call.ggml_im2col_3d(g.context, a, b, channels, *settings, code))
     a = g.reshape(kernel, kw, kh, channels, rows)
     b = g.reshape(x, shape.inp[0], shape.inp[1], channels, images)
-    settings = (*shape.stride[:2], *shape.padding[:2], *shape.dilation[:2])
-    return int(call.ggml_im2col(g.context, a, b, *settings, True, code))
+    flat = (*shape.stride[:2], *shape.padding[:2], *shape.dilation[:2])
+    return int(call.ggml_im2col(g.context, a, b, *flat, True, code))
 
 
 def _join(g: Graph, made: Sequence[Node], counts: Sequence[int], rows: int) -> Node:

@@ -88,10 +88,13 @@ class Layer:
         s = self.shape.positions
         return self.g.view(y, (s, v, u, self.items), (s, s * v, s * self.out), start * s)
 
-    def add_into(self, y: Node, block: Block, start: int = 0) -> None:
-        """Add a block of output channels v·u into those from ``start`` on."""
+    def add_into(self, y: Node, block: Block, start: int = 0) -> Node:
+        """Add a block of output channels v·u into those from ``start`` on; the view of them, after the addition.
+
+        What comes next must read that view where it covers all: ggml frees y when its views have been read.
+        """
         target = self.part(y, start, block.sizes["v"], block.sizes["u"])
-        self.g.add_into(target, ordered(self.g, block, self.order))
+        return self.g.add_into(target, ordered(self.g, block, self.order))
 
     def _grouped(self, kernel: Node) -> Node:
         """Each group by itself, written into its channels."""
@@ -139,6 +142,13 @@ def _rows(g: Graph, x: Tensor, width: int) -> Node:
     if transposed(x):
         return g.cont(g.transpose(g.tensor(x.T.float())))
     return g.tensor(x.float().contiguous(), width, x.numel() // width)
+
+
+def empty(module: nn.Module, x: Tensor) -> Tensor:
+    """The output of an empty input: ggml has no empty tensors, torch says what shape comes out."""
+    y = type(module).forward(module, x)
+    assert isinstance(y, Tensor)
+    return y
 
 
 def finish(module: nn.Module, x: Tensor, y: Tensor, shape: Geometry | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fulldiff.harness.subjects.base import Adapter, Refused, Unsupported
 from fulldiff.harness.subjects.ggml.convolution import Geometry
 from fulldiff.harness.subjects.ggml.graph import Graph, Node
-from fulldiff.harness.subjects.ggml.layer import Layer, finish, transposed
+from fulldiff.harness.subjects.ggml.layer import Layer, empty, finish, transposed
 from fulldiff.harness.subjects.ggml.layer import layer as layer_of
 from fulldiff.harness.subjects.ggml.subject import Ggml
 
@@ -32,7 +32,7 @@ class SdcppOrder(Ggml):
 
     def forward(self, module: nn.Module, adapters: Sequence[Adapter], x: Tensor) -> Tensor:
         if not x.numel():
-            return type(module).forward(module, x)
+            return empty(module, x)
         with Graph(self.session) as g:
             made = layer_of(g, module, x, half_kernels=True)
             if made.groups > 1 or (made.shape is not None and x.dim() != 4):
@@ -144,7 +144,6 @@ def _scale(adapter: Adapter) -> float:
     if alpha is not None and alpha.numel() != 1:
         raise Refused(f"alpha has shape {tuple(alpha.shape)}")
     return adapter.strength * (1.0 if alpha is None or rank == 1 else float(alpha.reshape(())) / rank)
-
 
 
 SDCPP_ORDER_VULKAN = partial(SdcppOrder, "vulkan")

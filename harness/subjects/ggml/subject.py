@@ -15,7 +15,7 @@ from fulldiff.harness.subjects.ggml.blocks import Block, contract
 from fulldiff.harness.subjects.ggml.convolution import convolve
 from fulldiff.harness.subjects.ggml.delta import delta
 from fulldiff.harness.subjects.ggml.graph import Graph, Node
-from fulldiff.harness.subjects.ggml.layer import Layer, finish, layer
+from fulldiff.harness.subjects.ggml.layer import Layer, empty, finish, layer
 
 
 class Ggml(Subject):
@@ -48,8 +48,7 @@ class Ggml(Subject):
     def forward(self, module: nn.Module, adapters: Sequence[Adapter], x: Tensor) -> Tensor:
         """The layer's output; `compute_bytes` is then what the graph needed."""
         if not x.numel():
-            # ggml has no empty tensors; torch says what shape comes out.
-            return type(module).forward(module, x)
+            return empty(module, x)
         with Graph(self.session) as g:
             made = layer(g, module, x, not self.strict)
             y = g.compute(self.output(made, adapters))
