@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fulldiff.cases.model import CaseError
-from fulldiff.harness import cli_gate, cli_join
+from fulldiff.harness import cli_gate, cli_join, cli_peers
 from fulldiff.harness import conform as conforming
 from fulldiff.harness.devices import devices as find_devices
 from fulldiff.harness.manager import BackendAbsent, Worker, WorkerError
@@ -248,6 +248,7 @@ app.command()(cli_gate.report)
 app.add_typer(cli_gate.baseline, name="baseline")
 app.command()(cli_join.join)
 app.command(name="bench-join")(cli_join.bench_join)
+cli_peers.register(app)
 
 
 def main() -> None:

@@ -1,0 +1,210 @@
+"""Why a subject is wrong on a case: which known fault gives the same numbers.
+
+Both comparisons count, the output and the delta alone: a fault is named only if it gives what the subject
+gives in both, within the budget that a correct subject would have. Where none does, single or as a pair,
+the subject's delta is described beside the right one (a constant ratio, some rows, another order), and the
+property of the layer without which the subject is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from fulldiff.cases.model import Case, RuntimeCase
+from fulldiff.harness.judge import elements, observe
+from fulldiff.harness.realise import Material, factors64, realise
+from fulldiff.harness.subjects.base import Subject
+from fulldiff.reference.bounds import budget
+from fulldiff.reference.faults import FAULTS
+from fulldiff.reference.truth import POLICIES, FactorError, Truth
+
+ALONE, WITH_BASE = "delta alone", "output"
+# A ratio is constant if it varies by less than this.
+RATIO_SPREAD = 1e-2
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The faults that equal the subject on the case, alone or as pairs; else what its delta looks like."""
+
+    equals: tuple[str, ...] = ()
+    partly: str = ""
+    right: bool = False
+
+    def __str__(self) -> str:
+        if self.right:
+            return "right: within the budget of rounding"
+        if self.equals:
+            return "equals: " + " or ".join(self.equals)
+        return "unknown" + (f" ({self.partly})" if self.partly else "")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One comparison: what the subject gave, what is right, and the error that rounding explains."""
+
+    body: RuntimeCase
+    material: Material
+    got: Tensor
+    want: Tensor
+    allowed: Tensor
+
+    def equals(self, truth: Truth) -> bool:
+        """Whether this way of computing gives the subject's numbers."""
+        other = forward(truth, self.body, self.material)
+        if other is None or other.shape != self.got.shape:
+            return False
+        return elements("", self.got, other, self.allowed).holds
+
+
+def diagnose(case: Case, subject: Subject, pairs: bool = True) -> Diagnosis:
+    """The diagnosis of a subject that computes something on the case; raises what the subject raises."""
+    assert isinstance(case.body, RuntimeCase)
+    parts = parts_of(case, case.body, subject)
+    policy = POLICIES[subject.scale_policy]
+    if all(part.equals(Truth(policy)) for part in parts.values()):
+        return Diagnosis(right=True)
+    named = equal(parts, ((name, replace(fault, policy=policy)) for name, fault in FAULTS.items()))
+    if not named and pairs:
+        named = equal(parts, ((name, kind(policy)) for name, kind in pair_faults().items()))
+    if named:
+        return Diagnosis(tuple(named))
+    seen = (describe(case.body, parts[ALONE]), cured(case, case.body, subject))
+    return Diagnosis(partly=", ".join(filter(None, seen)))
+
+
+def cured(case: Case, body: RuntimeCase, subject: Subject) -> str:
+    """Which property of the layer makes the subject wrong: it is right once this one is plain."""
+    names = [
+        name for name, plain in plainer(body).items() if _is_right(msgspec.structs.replace(case, body=plain), subject)
+    ]
+    return f"right with {' or with '.join(names)}" if names else ""
+
+
+def plainer(body: RuntimeCase) -> dict[str, RuntimeCase]:
+    """The case with one property of its layer made plain, by a name for the change; factors stay as they are."""
+    layer, shape, ones = body.layer, body.input.shape, (1,) * len(body.layer.kernel)
+    changes: dict[str, dict[str, Any]] = {
+        "zeros as padding": {"padding_mode": "zeros"},
+        "dilation 1": {"dilation": ones},
+        "stride 1": {"stride": ones},
+        "groups = 1": {"groups": 1, "inp": layer.inp // layer.groups},
+    }
+    made = {}
+    for name, change in changes.items():
+        plain = msgspec.structs.replace(layer, **change)
+        if plain != layer:
+            channels = (shape[0], plain.inp, *shape[2:])
+            made[name] = msgspec.structs.replace(
+                body, layer=plain, input=msgspec.structs.replace(body.input, shape=channels)
+            )
+    return made
+
+
+def _is_right(case: Case, subject: Subject) -> bool:
+    assert isinstance(case.body, RuntimeCase)
+    try:
+        parts = parts_of(case, case.body, subject)
+    except Exception:  # whatever a subject raises: it is not right
+        return False
+    return all(part.equals(Truth(POLICIES[subject.scale_policy])) for part in parts.values())
+
+
+def parts_of(case: Case, body: RuntimeCase, subject: Subject) -> dict[str, Part]:
+    """The subject's output with the base, and with a base of zeros."""
+    whole = realise(case, body)
+    bias = None if whole.bias is None else torch.zeros_like(whole.bias)
+    bare = replace(whole, weight=torch.zeros_like(whole.weight), bias=bias)
+    return {
+        name: _part(body, material, subject, observe(body, material, subject)[0].double())
+        for name, material in ((WITH_BASE, whole), (ALONE, bare))
+    }
+
+
+def _part(body: RuntimeCase, material: Material, subject: Subject, got: Tensor) -> Part:
+    truth = Truth(POLICIES[subject.scale_policy])
+    want = forward(truth, body, material)
+    assert want is not None
+    allowed = torch.zeros_like(want)
+    if body.values != "exact":
+        bias = None if material.bias is None else material.bias.double()
+        stored, sums = subject.arithmetic(body.layer.kind, body.dtype)
+        layer = (body.layer, material.weight.double(), bias, factors64(body, material), material.x.double())
+        allowed = budget(truth, *layer, stored, sums).hard
+    return Part(body, material, got, want, allowed)
+
+
+def forward(truth: Truth, body: RuntimeCase, material: Material) -> Tensor | None:
+    """The output of this way of computing; None where it cannot compute the case."""
+    bias = None if material.bias is None else material.bias.double()
+    try:
+        return truth.forward(body.layer, material.weight.double(), bias, factors64(body, material), material.x.double())
+    except (FactorError, RuntimeError, IndexError, KeyError):
+        return None
+
+
+def equal(parts: Mapping[str, Part], candidates: Iterator[tuple[str, Truth]]) -> list[str]:
+    """The names of those that give the subject's numbers in every part."""
+    return [name for name, truth in candidates if all(part.equals(truth) for part in parts.values())]
+
+
+@cache
+def pair_faults() -> dict[str, type[Truth]]:
+    """Two faults at once, where they get different steps wrong."""
+    return {
+        f"{one} and {two}": type("Pair", (type(FAULTS[one]), type(FAULTS[two])), {})
+        for one, two in combinations(FAULTS, 2)
+        if not _steps(one) & _steps(two)
+    }
+
+
+def _steps(name: str) -> set[str]:
+    """The methods of the truth that a fault has its own of."""
+    kinds = [kind for kind in type(FAULTS[name]).__mro__ if kind not in (Truth, *Truth.__mro__)]
+    return {step for kind in kinds for step in vars(kind) if not step.startswith("__")}
+
+
+def describe(body: RuntimeCase, part: Part) -> str:
+    """What the subject's delta looks like beside the right one."""
+    got, want = part.got, part.want
+    if got.shape != want.shape:
+        return f"shape {tuple(got.shape)} for {tuple(want.shape)}"
+    if not got.isfinite().all():
+        return "not finite"
+    if not got.any():
+        return "no delta at all"
+    wrong = (got - want).abs() > part.allowed
+    if not wrong.any():
+        return "the delta is right, the sum with the base is not"
+    axis = got.dim() - 1 if body.layer.kind == "linear" else 1
+    return ", ".join(filter(None, (_ratio(got, want), _order(got, want), _rows(wrong, want != 0, axis))))
+
+
+def _ratio(got: Tensor, want: Tensor) -> str:
+    at = want != 0
+    if not at.any() or got[~at].any():
+        return ""
+    ratio = got[at] / want[at]
+    mean = float(ratio.mean())
+    return f"{mean:.4g} times the right delta" if float((ratio - mean).abs().max()) <= RATIO_SPREAD * abs(mean) else ""
+
+
+def _order(got: Tensor, want: Tensor) -> str:
+    same = torch.allclose(got.flatten().sort().values, want.flatten().sort().values, rtol=RATIO_SPREAD)
+    return "the right numbers in another order" if same else ""
+
+
+def _rows(wrong: Tensor, any_delta: Tensor, axis: int) -> str:
+    """The wrong output rows, where others that have a delta are right."""
+    bad, filled = (each.movedim(axis, 0).flatten(1).any(1) for each in (wrong, any_delta))
+    if not (filled & ~bad).any():
+        return ""
+    return f"only output rows {', '.join(map(str, bad.nonzero().flatten().tolist()))} of {len(bad)}"
