@@ -24,7 +24,7 @@ PACKAGES = ("peft", "lycoris-lora", "torch")
 WRONG = ("wrong", "not finite")
 RIGHT, UNTAKEN = ("passed",), ("refused", "unsupported", "absent")
 # Of each failure (outcome, forms, layer) so many results are diagnosed; more tell nothing new.
-PER_FAILURE = 12
+PER_FAILURE = 4
 
 HEAD = """# Peers
 
@@ -160,7 +160,7 @@ def _row(finding: Finding) -> dict[str, str]:
     numbers = f"{claim.want} / {claim.got}" if claim else judgement.message.replace("|", "/").replace("\n", " ")[:160]
     return {
         "cause": finding.cause,
-        "cases": str(len(finding.results)),
+        "diagnosed cases": str(len(finding.results)),
         "on": ", ".join(sorted({_where(result) for result in finding.results})),
         "smallest case": f"`{smallest.id}`",
         "expected / got": numbers,
