@@ -168,7 +168,7 @@ def toggle(request: TimeToggle) -> dict[str, Any]:
     path = Path(request.path)
     made = plan([path], [1.0], request.model, family_of([path], request.model))
     number = torch.zeros(1)
-    modules = {layer.name: _bare(layer.rows[0].layer, number) for layer in made.layers}
+    modules = {layer.name: bare_module(layer.rows[0].layer, number) for layer in made.layers}
     attached = attach_layers(modules, path, request.model)
     turns = [[1.0 if file == turn % len(attached.files) else 0.0 for file in range(len(attached.files))]
              for turn in range(request.turns)]  # fmt: skip
@@ -183,7 +183,8 @@ def toggle(request: TimeToggle) -> dict[str, Any]:
     return {"seconds": samples, "grown_bytes": grown, "layers": len(modules), "files": len(attached.files)}
 
 
-def _bare(layer: Any, number: Tensor) -> nn.Module:
+def bare_module(layer: Any, number: Tensor) -> nn.Module:
+    """The layer with a weight of one number (1,) everywhere, which takes no memory."""
     module = module_for(layer, torch.empty(0), None)
     module.weight = nn.Parameter(number.expand(layer.weight_shape), requires_grad=False)
     return module

@@ -224,7 +224,12 @@ def test_what_cannot_be_attached_is_refused_and_leaves_nothing(setup: Setup, tmp
             JoinError,
             "give all its layers",
         ),
-        (lambda: attach(nn.Linear(1, 1), path, "sd15"), JoinError, r"no text_encoder was given|no such module"),
+        (lambda: attach(nn.Linear(1, 1), path, "sd15"), JoinError, "v_proj: no text_encoder was given; pass models by"),
+        (
+            lambda: attach({"text_encoder": nn.Linear(1, 1)}, path, "sd15"),
+            JoinError,
+            "the text_encoder, a Linear, has no",
+        ),
         (lambda: set_lora_diag(nn.Linear(1, 1), [1]), JoinError, "this Linear has no joined adapter; attach one first"),
         (lambda: attach(nn.Linear(1, 1), tmp_path / "none.safetensors", "sd15"), FileError, "none.safetensors"),
     ]
@@ -254,6 +259,22 @@ def test_inference_is_the_same_each_time_in_training_mode_too(setup: Setup) -> N
     assert torch.equal(module.eval()(x), module(x))
 
 
+@pytest.mark.parametrize("inner", ["", "text_model."])
+def test_a_text_encoder_is_found_with_and_without_its_inner_model(tmp_path: Path, inner: str) -> None:
+    path, text = tmp_path / "text.safetensors", nn.Module()
+    save(path, "kohya", [lora(TEXT, 2, 0)])
+    at = text
+    for name in f"{inner}encoder.layers.0.self_attn".split("."):
+        at.add_module(name, nn.Module())
+        at = at.get_submodule(name)
+    at.add_module("v_proj", modules()[name_of(TEXT)])
+    attached = attach({"text_encoder": text}, path, "sd15")
+    assert attached_to(text) is attached
+    attached.detach()
+    with pytest.raises(JoinError, match="this Module has no joined adapter"):
+        attached_to(text)
+
+
 def test_layers_of_several_dtypes_share_one_adapter(tmp_path: Path) -> None:
     layers = modules()
     layers[name_of(TEXT)] = layers[name_of(TEXT)].to(torch.bfloat16)
@@ -277,7 +298,7 @@ def test_toggled_real_files_are_each_alone_on_a_chain_of_layers(tmp_path: Path, 
     chain = [row for size in (320, 768) for row in [r for r in rows if r.weight_shape == (size, size)][:12]]
 
     def fresh() -> dict[str, nn.Module]:
-        made = {name_of(row): join_worker._bare(row.layer, torch.zeros(1)) for row in rows}
+        made = {name_of(row): join_worker.bare_module(row.layer, torch.zeros(1)) for row in rows}
         return made | {name_of(row): weights[name_of(row)] for row in chain}
 
     weights = {

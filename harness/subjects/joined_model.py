@@ -13,6 +13,7 @@ All diagonals of a model are views of one vector for each device and dtype: sett
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -168,10 +169,11 @@ def _module(roots: Mapping[str, nn.Module], layer: JoinedLayer) -> nn.Module:
         raise JoinError(f"{layer.name} is fused in the file, not in the model: join it with --to diffusers")
     if part not in roots:
         raise JoinError(f"{layer.name}: no {part} was given; pass models by part, {{{part!r}: model, …}}")
-    try:
-        return roots[part].get_submodule(name)
-    except AttributeError as error:
-        raise JoinError(f"{layer.name}: the {part} has no such module ({error}); is it the right model?") from error
+    # Newer transformers' CLIPTextModel is what used to be its text_model.
+    for known in (name, name.removeprefix("text_model.")):
+        with contextlib.suppress(AttributeError):
+            return roots[part].get_submodule(known)
+    raise JoinError(f"{layer.name}: the {part}, a {type(roots[part]).__name__}, has no {name}; is it the right model?")
 
 
 def set_lora_diag(model: nn.Module, numbers: Any) -> None:
