@@ -139,7 +139,7 @@ def _chained(weights: list[Tensor], adapters: list[Adapter], x: Tensor) -> Tenso
         if adapters:
             t = adapters[at].tensors
             whole = whole + torch.kron(t["lokr_w1"].double(), t["lokr_w2"].double())
-        h = torch.matmul(h, whole.T)
+        h = h.matmul(whole.T)
     return h
 
 
