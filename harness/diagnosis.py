@@ -204,7 +204,7 @@ def _order(got: Tensor, want: Tensor) -> str:
 
 def _rows(wrong: Tensor, any_delta: Tensor, axis: int) -> str:
     """The wrong output rows, where others that have a delta are right."""
-    bad, filled = (each.movedim(axis, 0).flatten(1).any(1) for each in (wrong, any_delta))
+    bad, filled = (each.movedim(axis, 0).reshape(each.shape[axis], -1).any(1) for each in (wrong, any_delta))
     if not (filled & ~bad).any():
         return ""
     return f"only output rows {', '.join(map(str, bad.nonzero().flatten().tolist()))} of {len(bad)}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fulldiff.cases.catalogue import CATALOGUE
+from fulldiff.cases.model import Input, RuntimeCase
 from fulldiff.harness.diagnosis import diagnose
 from fulldiff.harness.subjects import full_diff
 from fulldiff.harness.subjects.base import Adapter, Detach, Subject, replace_forward
@@ -72,6 +74,13 @@ class FirstRowsOnly(Subject):
 def test_an_unknown_one_is_described() -> None:
     assert str(diagnose(CATALOGUE[SMALL], Third(), pairs=False)) == "unknown (0.3333 times the right delta)"
     assert "only output rows 2, 3, 5, 6, 7 of 8" in str(diagnose(CATALOGUE[SMALL], FirstRowsOnly(), pairs=False))
+
+
+def test_rows_are_told_of_an_output_of_one_dimension() -> None:
+    case = CATALOGUE[SMALL]
+    assert isinstance(case.body, RuntimeCase)
+    single = msgspec.structs.replace(case, body=msgspec.structs.replace(case.body, input=Input((12,))))
+    assert "of 8" in str(diagnose(single, FirstRowsOnly(), pairs=False))
 
 
 @pytest.mark.parametrize(
