@@ -7,6 +7,7 @@ the memory of all that is computed, without weights, factors and input.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -129,7 +130,7 @@ def _adapter(generator: torch.Generator, spec: ChainSpec) -> Adapter:
 
 
 def _random(generator: torch.Generator, rows: int, columns: int) -> Tensor:
-    return torch.randn(rows, columns, generator=generator) / columns**0.5
+    return torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
 
 
 def _chained(weights: list[Tensor], adapters: list[Adapter], x: Tensor) -> Tensor:
