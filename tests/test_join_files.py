@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from shared_files import shared
 from torch import Tensor
 from written import DOWN, UP, made, read_delta, row_named, stored_ranges, values
 
@@ -299,22 +294,3 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         pytest.skip("the system does not tell a process's peak memory")
     assert (tmp_path / "30.safetensors").stat().st_size > 9e6
     assert peaks[1] - peaks[0] < 3e6
-
-
-def test_two_real_files_join_and_load_again(tmp_path: Path) -> None:
-    names = ("analog_svd_rank4.safetensors", "lora_disney.safetensors")
-    paths = [shared("adapters", name) for name in names]
-    out = tmp_path / "joined.safetensors"
-    run = [sys.executable, "-m", "fulldiff.harness.cli", "join", *map(str, paths), "-o", str(out), "--model", "sd15"]
-    done = subprocess.run([*run, "--weights", "1,-0.7", "--threads", "1"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "192 of 192 layers are the weighted sum" in done.stdout
-    assert "joined: 192 layers of rank 5 in f32, as cloneofsimo" in done.stdout
-    assert "token <s2> of lora_disney is <s1-1>" in done.stdout
-    with safe_open(out, "pt") as joined, safe_open(paths[1], "pt") as second:
-        assert torch.equal(joined.get_tensor("<s1-0>"), second.get_tensor("<s1>"))
-        assert joined.metadata()["unet:0:rank"] == "5"
-        assert json.loads(joined.metadata()["ljl"])["ranks"]["unet:143"] == [4, 1]
-        assert joined.get_tensor("unet:5:up").shape == (320, 5)
-    again = subprocess.run(run, capture_output=True, text=True)
-    assert again.returncode == 2
