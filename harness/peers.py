@@ -84,11 +84,14 @@ def sample(wrong: Sequence[Result]) -> list[Result]:
 
 
 def explained(peer: str, diagnosed: list[tuple[Result, Diagnosis]]) -> list[Finding]:
-    """Group by cause; of the faults that equal a result, the one that explains the most results is named."""
+    """Group by cause; of the faults that equal a result, those that explain the most results are named."""
     made, left = [], diagnosed
     while counts := Counter(name for _, found in left for name in found.equals):
-        cause = counts.most_common(1)[0][0]
-        made.append(Finding(peer, f"equals: {cause}", tuple(r for r, found in left if cause in found.equals)))
+        cause, most = counts.most_common(1)[0]
+        own = tuple(result for result, found in left if cause in found.equals)
+        common = set.intersection(*(set(found.equals) for _, found in left if cause in found.equals))
+        causes = " or ".join(name for name in counts if counts[name] == most and name in common)
+        made.append(Finding(peer, f"equals: {causes}", own))
         left = [(result, found) for result, found in left if cause not in found.equals]
     unknown: dict[str, list[Result]] = defaultdict(list)
     for result, _ in left:
