@@ -88,10 +88,10 @@ def explained(peer: str, diagnosed: list[tuple[Result, Diagnosis]]) -> list[Find
     made, left = [], diagnosed
     while counts := Counter(name for _, found in left for name in found.equals):
         cause, most = counts.most_common(1)[0]
-        own = tuple(result for result, found in left if cause in found.equals)
+        same = tuple(result for result, found in left if cause in found.equals)
         common = set.intersection(*(set(found.equals) for _, found in left if cause in found.equals))
         causes = " or ".join(name for name in counts if counts[name] == most and name in common)
-        made.append(Finding(peer, f"equals: {causes}", own))
+        made.append(Finding(peer, f"equals: {causes}", same))
         left = [(result, found) for result, found in left if cause not in found.equals]
     unknown: dict[str, list[Result]] = defaultdict(list)
     for result, _ in left:
