@@ -15,7 +15,9 @@ from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 
 JOINED, APART = "ljl", "runtime-lokr"
 MIB = 1 << 20
-# The issue's own bounds: joined over its FLOP floor, over ours apart, PEFT over it; seconds of a toggle.
+# Above this half-width of the bare layer against itself small differences cannot be told.
+QUIET = 0.03
+# What is asked: joined over its FLOP floor, over ours apart, PEFT over it; seconds of a toggle.
 FLOOR, SLOWER, PEFT_FASTER, TOGGLE = 1.05, 1.03, 1.5, 0.020
 
 
@@ -56,7 +58,7 @@ def markdown(table: pd.DataFrame, facts: list[Cell], environment: Environment, p
     parts = [
         "# Several LoRAs as one\n",
         versions(environment),
-        f"Noise floor: the bare layer against itself, 95 % interval ±{table.noise.median():.1%} (median).\n",
+        noise_floor(table),
         "## What other joins give\n",
         "The same two files (rank 8, alpha 4 and none, weights 0.7 and −0.3; the second does not adapt the text "
         "encoder's layer). Error: ‖got − right‖ / ‖right‖. Effect: how many times each file's own delta is in the "
@@ -78,6 +80,13 @@ def markdown(table: pd.DataFrame, facts: list[Cell], environment: Environment, p
         "",
     ]
     return "\n".join(parts)
+
+
+def noise_floor(table: pd.DataFrame) -> str:
+    """How much two equal ways differ here, and whether that is too much."""
+    half = float(table.noise.median())
+    loud = " **Too noisy to tell small differences: close other programs and run again.**" if half > QUIET else ""
+    return f"Noise floor: the bare layer against itself, 95 % interval ±{half:.1%} (median of the cells).{loud}\n"
 
 
 def effects(facts: list[Cell]) -> str:
