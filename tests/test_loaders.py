@@ -243,6 +243,10 @@ def test_end_to_end_accounts_for_the_bytes(tmp_path: Path) -> None:
     assert told["files"][0]["parts"]["unet"] == {"tensors": 12, "weights": 4, "kinds": ["lora"], "strength": 1.0}
 
 
+# Matching has more blocks than merging.
+STAGES = (("match", 7), ("merge", 5))
+
+
 def cell(label: str, files: int, **seconds: list[float]) -> Cell:
     samples = {way: [1.0, 1.01, 0.99] for way in bench_load.WAYS} | seconds
     samples |= {way + FIRST: [0.5, 0.5, 0.5] for way in bench_load.WAYS}
@@ -281,12 +285,18 @@ def test_the_report_is_written_from_cells_alone(tmp_path: Path) -> None:
         for place, label in enumerate(labels, 1):
             made = cell(label, place)
             cells.append(Cell(label, "cpu", made.labels | {"plan": plan, "tensors": 3 * place}, made.seconds, {}, {}))
+    stages = {f"{way}: {stage}": [t] * n for way, t in (("naive", 8.0), ("indexed", 2.0)) for stage, n in STAGES}
+    held = {"files": 2**20, "backups": 2**21, "largest layer, f32": 2**20, "peak of merging": 3 * 2**20}
+    labels = {"plan": "end to end", "label": "8 files", "files": 8, "bytes": held, "weights": 9, "shapes": 2}
+    cells.append(Cell("whole", "cpu", labels, stages | {"open": [1.0]}, {}, {}))
     bench_load_report.write(cells, env, tmp_path)
     assert (tmp_path / "load.png").stat().st_size > 10_000
     text = (tmp_path / "load.md").read_text()
     assert "264" in text
     assert "288" in text
     assert text.count("\n| 8 ") == 2
+    assert "| match and merge | 16.000     | 4.000        | 4.000 [4.000, 4.000] |" in text
+    assert "beyond both, at most 1.0 MiB at once" in text
 
 
 def test_the_manager_s_side_needs_no_torch() -> None:
