@@ -27,7 +27,8 @@ def plot(table: pd.DataFrame, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(17, 5), layout="constrained")
     layers = table[table.workload == "layer"]
     scatter(axes[0], shown[shown.workload == "layer"], "single layers")
-    bars(axes[1], steps_of_layers(layers))
+    if len(layers):
+        bars(axes[1], steps_of_layers(layers))
     pareto(axes[2], shown[shown.workload == "step"])
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -47,7 +47,7 @@ class Sections:
 def write(sections: Sections, out: Path, backend: str) -> None:
     """Write the report, its plots, and every cell as CSV."""
     table = frame(cell for cell in sections.cells if cell.seconds)
-    table.drop(columns=["count_at"]).to_csv(out / f"{backend}.csv", index=False)
+    table.drop(columns=["count_at"], errors="ignore").to_csv(out / f"{backend}.csv", index=False)
     (out / f"{backend}.md").write_text(markdown(sections, table, backend), encoding="utf-8")
     bench_plots.plot(table, out / f"{backend}.png")
 
@@ -66,6 +66,18 @@ def markdown(sections: Sections, table: pd.DataFrame, backend: str) -> str:
         *step_tables(table[table.workload == "step"], sections.cells),
         PUBLISHED,
         DIFFERS,
+        *(layer_sections(layers, backend) if len(layers) else ["No single layer was measured.\n"]),
+        *file_section(table),
+        "\n## Merging into a narrow base\n",
+        merge_section(sections.cells),
+        "\nEvery cell with its 95 % interval is in the CSV file beside this report.\n",
+    ]
+    return "\n".join(parts)
+
+
+def layer_sections(layers: pd.DataFrame, backend: str) -> list[str]:
+    """What single layers cost, in a step together, and from how many tokens on streamed is the faster."""
+    return [
         "## Its layers one by one\n",
         "Time over the bare layer, median over the shapes; extra: peak memory of a call beyond the bare layer's; "
         "held: what stays between calls.\n",
@@ -77,12 +89,7 @@ def markdown(sections: Sections, table: pd.DataFrame, backend: str) -> str:
         *(f"- {line}" for line in advice(break_even(layers))),
         "\nTokens above which `streamed` is the faster, by shape:\n",
         break_even_table(layers),
-        *file_section(table),
-        "\n## Merging into a narrow base\n",
-        merge_section(sections.cells),
-        "\nEvery cell with its 95 % interval is in the CSV file beside this report.\n",
     ]
-    return "\n".join(parts)
 
 
 def environment(env: Environment) -> str:

@@ -165,6 +165,14 @@ def test_a_report_follows_from_its_cells(tmp_path: Path) -> None:
     assert set(table[table.way == "full-diff"].extra) == {4 * 2**20}
 
 
+def test_a_report_without_single_layers_says_so(tmp_path: Path) -> None:
+    cells = [cell for cell in _cells() if cell.labels["workload"] != "layer"]
+    sections = bench_report.Sections(Counter(passed=5), [], [], None, cells, ENVIRONMENT, [])
+    bench_report.write(sections, tmp_path, "cpu")
+    assert "No single layer was measured" in (tmp_path / "cpu.md").read_text()
+    assert (tmp_path / "cpu.png").exists()
+
+
 def _fake_torch(monkeypatch: pytest.MonkeyPatch, cuda_build: str | None, hip: str | None, device: bool) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda_build)
     monkeypatch.setattr(torch.version, "hip", hip, raising=False)
