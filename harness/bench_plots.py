@@ -68,5 +68,5 @@ def decorate(axis: Any, title: str, label: str, legend: bool = True) -> None:
     """Logarithmic memory, the bare layer's time as a line."""
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set(xscale="log", xlabel=label, ylabel="time over the bare layer", title=title)
-    if legend and axis.has_data():
+    if legend and axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=8)
