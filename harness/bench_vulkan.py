@@ -6,7 +6,6 @@ result line is written at once to runs/vulkan.jsonl, from which an interrupted r
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -64,7 +63,8 @@ def bench(out: Path, threads: int, seconds: float, console: Console) -> bool:
                 store.add(_cell(cell_id, labels, spec, threads))
     results, cells = store.results(), list(store.cells().values())
     store.finish()
-    shutil.copyfile(path, out / "vulkan.jsonl")
+    lines = bench_vulkan_report.without_folders(path.read_text(encoding="utf-8"))
+    (out / "vulkan.jsonl").write_text(lines, encoding="utf-8")
     (out / "vulkan.md").write_text(bench_vulkan_report.markdown(results, cells, vulkan.ask()), encoding="utf-8")
     for diagnosis, result in found.items():
         console.print(f"FAILED {diagnosis}\n{conform.describe(result)}", markup=False, highlight=False)
