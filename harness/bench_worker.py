@@ -12,10 +12,12 @@ from torch import nn
 
 from fulldiff.cases.model import BenchCase, Case, MergeCase, RuntimeCase, StepCase
 from fulldiff.harness.backends.base import Backend, Memory
+from fulldiff.harness.interleaving import interleave
 from fulldiff.harness.judge import compare, conclude, loaded, on
 from fulldiff.harness.part import part_of
 from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.realise import Material, module_for, realise
+from fulldiff.harness.subjects.base import Subject
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 from fulldiff.harness.subjects.registry import subject
 from fulldiff.harness.subjects.runtime_lokr import plain_branches
@@ -58,9 +60,10 @@ def _layer(body: BenchCase, seed: int, seconds: float, backend: Backend) -> dict
     runtime = body.runtime
     material = on(backend.device, realise(Case(runtime, seed), runtime))
     modules = {way: module_for(runtime.layer, material.weight, material.bias) for way in body.ways}
-    held = {way: _attach(runtime, material, way, module, backend) for way, module in modules.items()}
+    subjects = {way: subject(way) for way in body.ways if way not in (NO_ADAPTER, AGAIN)}
+    held = {way: _attach(runtime, material, subjects.get(way), module, backend) for way, module in modules.items()}
     calls: dict[str, Call] = {way: _call(module, material.x) for way, module in modules.items()}
-    checks = _checks(runtime, material, modules)
+    checks = _checks(runtime, material, modules, subjects)
     facts = {"flop_floor": flop_floor(runtime, material, modules[NO_ADAPTER])}
     return measured(calls, held, seconds, backend) | {"check": checks, "facts": facts}
 
@@ -83,35 +86,27 @@ def measured(
     return {
         "peak_bytes": {way: each.peak for way, each in memory.items()},
         "held_bytes": {way: each.kept for way, each in held.items()},
-        "seconds": interleave(calls, seconds, backend, prepare),
+        "reserved_bytes": {way: each.reserved for way, each in memory.items() if each.reserved is not None},
+        "seconds": sampled(calls, seconds, backend, prepare),
     }
 
 
-def interleave(
+def sampled(
     calls: Mapping[str, Call], budget: float, backend: Backend, prepare: Callable[[str], None] = lambda way: None
 ) -> dict[str, list[float]]:
-    """At least MIN_BLOCKS and otherwise as many A B … B A blocks as fit the budget (seconds).
-
-    A way's sample is the mean of its two places in the block, so that drift falls on all alike.
-    """
+    """Seconds of one call of each way, in as many blocks as fit the budget (seconds); see `interleave`."""
     once = {}
     for way, call in calls.items():
         prepare(way)
         once[way] = _warm(call, backend)
     repeats = {way: max(1, round(MIN_SAMPLE / max(1e-7, t))) for way, t in once.items()}
+
+    def sample(way: str) -> float:
+        prepare(way)
+        return backend.seconds(_repeated(calls[way], repeats[way])) / repeats[way]
+
     least = MIN_BLOCKS if max(once.values()) < LONG else MIN_BLOCKS // 2
-    samples: dict[str, list[float]] = {way: [] for way in calls}
-    end = time.perf_counter() + budget
-    blocks = 0
-    while blocks < least or (blocks < MAX_BLOCKS and time.perf_counter() < end):
-        blocks += 1
-        block = dict.fromkeys(calls, 0.0)
-        for way in (*calls, *reversed(tuple(calls))):
-            prepare(way)
-            block[way] += backend.seconds(_repeated(calls[way], repeats[way]))
-        for way, total in block.items():
-            samples[way].append(total / (2 * repeats[way]))
-    return samples
+    return interleave(tuple(calls), sample, least, MAX_BLOCKS, budget)
 
 
 def _warm(call: Call, backend: Backend) -> float:
@@ -130,12 +125,12 @@ def _repeated(call: Call, times: int) -> Call:
     return repeat
 
 
-def _attach(body: RuntimeCase, material: Material, way: str, module: nn.Module, backend: Backend) -> Memory:
-    """Attach the way and run once; the bytes that stay are what it holds beyond the bare layer."""
+def _attach(body: RuntimeCase, material: Material, own: Subject | None, module: nn.Module, backend: Backend) -> Memory:
+    """Attach the way's subject and run once; the bytes that stay are what it holds beyond the bare layer."""
 
     def attach_and_run() -> None:
-        if way not in (NO_ADAPTER, AGAIN):
-            subject(way).attach(module, loaded(body, material))
+        if own is not None:
+            own.attach(module, loaded(body, material))
         module(material.x)
 
     return backend.memory(attach_and_run)
@@ -155,11 +150,12 @@ def _call(module: nn.Module, x: torch.Tensor) -> Call:
     return lambda: module(x)
 
 
-def _checks(runtime: RuntimeCase, material: Material, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+def _checks(
+    runtime: RuntimeCase, material: Material, modules: Mapping[str, nn.Module], subjects: Mapping[str, Subject]
+) -> dict[str, Any]:
     """The outputs of the timed calls against the oracle, on a part of the output channels."""
     part = part_of(runtime, on("cpu", material), CHECKED_CHANNELS)
     return {
-        way: conclude(compare("output", part.body, part.material, subject(way), part.of(module(material.x).cpu())), "")
-        for way, module in modules.items()
-        if way not in (NO_ADAPTER, AGAIN)
+        way: conclude(compare("output", part.body, part.material, own, part.of(modules[way](material.x).cpu())), "")
+        for way, own in subjects.items()
     }

@@ -17,6 +17,7 @@ from fulldiff.cases.load_names import factor_key
 from fulldiff.cases.model import AdapterFile, LoadCase, Model, Shape
 from fulldiff.cases.state_dicts import state_dict
 from fulldiff.harness.backends import cpu
+from fulldiff.harness.interleaving import interleave
 from fulldiff.harness.protocol import Load, TimeLoad
 from fulldiff.harness.realise import DTYPES
 from fulldiff.harness.realise_load import base_of, identity, opened
@@ -62,7 +63,7 @@ def time_matching(body: LoadCase, ways: Sequence[str], seconds: float) -> dict[s
     calls = {way: call(way, files) for way in ways}
     if len(files) > 1:
         calls |= {way + FIRST: call(way, files[:1]) for way in ways}
-    samples = interleave(calls, seconds, cpu_seconds)
+    samples = sampled(calls, seconds, cpu_seconds)
     return {"seconds": samples, "counters": counted, "tensors": sum(len(file.tensors) for file in files)}
 
 
@@ -106,29 +107,20 @@ def cpu_seconds(call: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def interleave(
+def sampled(
     calls: Mapping[str, Callable[[], object]],
     budget: float,
     clock: Callable[[Callable[[], object]], float] = cpu.seconds,
 ) -> dict[str, list[float]]:
-    """At least MIN_BLOCKS, else as many A B … B A blocks as fit the budget (seconds); drift falls on all alike.
-
-    A way's sample is the mean of its two places in the block. Each way is called once before, to warm up.
-    """
+    """Seconds of one call of each way, warmed up by one; see `interleave`."""
     for call in calls.values():
         call()
-    samples: dict[str, list[float]] = {way: [] for way in calls}
-    end = time.perf_counter() + budget
-    while len(blocks := next(iter(samples.values()))) < MIN_BLOCKS or (
-        len(blocks) < MAX_BLOCKS and time.perf_counter() < end
-    ):
-        block = dict.fromkeys(calls, 0.0)
-        for way in (*calls, *reversed(list(calls))):
-            with collected():
-                block[way] += clock(calls[way])
-        for way, total in block.items():
-            samples[way].append(total / 2)
-    return samples
+
+    def sample(way: str) -> float:
+        with collected():
+            return clock(calls[way])
+
+    return interleave(tuple(calls), sample, MIN_BLOCKS, MAX_BLOCKS, budget)
 
 
 @contextmanager
@@ -205,8 +197,8 @@ def time_stages(body: LoadCase, ways: Sequence[str], seconds: float) -> dict[str
     base, rejection, shapes = base_of(body.model), REJECTIONS[body.rejection], state_dict(body.model).shapes
     chosen = {way: loader(way) for way in ways}
     files = open_files(body)
-    opening = interleave({"open": lambda: open_files(body)}, 0.0)
-    matching = interleave({way: _match(way, base, files, rejection) for way in ways}, seconds, cpu_seconds)
+    opening = sampled({"open": lambda: open_files(body)}, 0.0)
+    matching = sampled({way: _match(way, base, files, rejection) for way in ways}, seconds, cpu_seconds)
     patches = loader("naive").load(base, files, rejection).patches
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, own in patches.items():
@@ -215,7 +207,7 @@ def time_stages(body: LoadCase, ways: Sequence[str], seconds: float) -> dict[str
     for names in groups.values():
         weight = made_weight(body.model, shapes[names[0]])
         calls = {way: _merge(one, weight, patches[names[0]]) for way, one in chosen.items()}
-        for way, samples in interleave(calls, 0.0).items():
+        for way, samples in sampled(calls, 0.0).items():
             merging[way] = [a + len(names) * b for a, b in zip(merging[way], samples, strict=True)]
     return {
         "open": opening["open"], "match": matching, "merge": merging, "bytes": bytes_of(body, chosen[ways[-1]]),

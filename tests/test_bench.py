@@ -16,7 +16,7 @@ import torch
 from fulldiff.cases.model import StepCase, case_id
 from fulldiff.harness import bench, bench_numbers, bench_plan, bench_report, merging
 from fulldiff.harness.backends import cpu, cuda, rocm, torch_gpu
-from fulldiff.harness.bench_worker import interleave, run
+from fulldiff.harness.bench_worker import run, sampled
 from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.results import Cell, Environment
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
@@ -40,7 +40,7 @@ def test_drift_cancels_in_an_abba_block() -> None:
             clock[0] *= 1.01
             return clock[0]
 
-    samples = interleave({"a": lambda: None, "b": lambda: None}, 0.0, Drifting)  # type: ignore[arg-type]
+    samples = sampled({"a": lambda: None, "b": lambda: None}, 0.0, Drifting)  # type: ignore[arg-type]
     for a, b in zip(samples["a"], samples["b"], strict=True):
         assert a / b == pytest.approx(1.0, abs=1e-3)
 
