@@ -49,4 +49,6 @@ def named_restores() -> Mapping[str, Case]:
         found[f"restore-100-cycles-{dtype}"] = Case(RestoreCase(body, (1, 2, -1, -2), 100), 1)
         found[f"restore-last-first-{dtype}"] = Case(RestoreCase(body, (1, 2, -2, -1)), 2)
         found[f"restore-first-first-{dtype}"] = Case(RestoreCase(body, (2, 1, -2, -1)), 3)
+        loras = RuntimeCase(layer, (lora(12, 6, 3, strength=0.7), lora(12, 6, 2, strength=-0.4)), Input((3, 6)), dtype)
+        found[f"restore-loras-first-first-{dtype}"] = Case(RestoreCase(loras, (2, 1, -2, -1)), 4)
     return found

@@ -18,11 +18,12 @@ def _silent(stage: str) -> None:
     pass
 
 
-@pytest.mark.parametrize("name", sorted({*STEP_WAYS, *LAYER_WAYS} - {NO_ADAPTER, AGAIN}))
-@pytest.mark.parametrize("case", NAMED.values(), ids=NAMED)
-def test_our_subjects_leave_no_trace(name, case) -> None:  # type: ignore[no-untyped-def]
-    judgement = judge(case, subject(name), _silent)
-    assert judgement.outcome == "passed", judgement
+@pytest.mark.parametrize("name", sorted({*STEP_WAYS, *LAYER_WAYS, "ljl"} - {NO_ADAPTER, AGAIN}))
+@pytest.mark.parametrize("case", NAMED)
+def test_our_subjects_leave_no_trace(name: str, case: str) -> None:
+    judgement = judge(NAMED[case], subject(name), _silent)
+    has_lokr = "-loras-" not in case
+    assert judgement.outcome == ("unsupported" if name == "ljl" and has_lokr else "passed"), judgement
 
 
 def test_a_chain_of_saved_forwards_is_found_when_the_first_goes_first() -> None:

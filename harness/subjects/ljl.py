@@ -7,7 +7,6 @@ diagonal is a vector that may change between calls: nothing else is built anew. 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +14,21 @@ from torch import Tensor, nn
 from fulldiff.harness.files import stitching
 from fulldiff.harness.files.joining import DOWN, MID, UP
 from fulldiff.harness.subjects import factors
-from fulldiff.harness.subjects.base import Adapter, Detach, Subject, Unsupported, replace_forward
+from fulldiff.harness.subjects.base import Adapter, Detach, Forward, Unsupported, replace_forward
+from fulldiff.harness.subjects.convolution import CONVOLUTIONS, convolve
+from fulldiff.harness.subjects.stacked import Stacked
 
-CONVOLUTIONS: dict[type[nn.Module], Any] = {
-    nn.Conv1d: nn.functional.conv1d,
-    nn.Conv2d: nn.functional.conv2d,
-    nn.Conv3d: nn.functional.conv3d,
-}
 NOT_JOINED = ("dora_scale", "diff_b")
 
 
-class Ljl(Subject):
+class Ljl(Stacked):
     """LoRA and LoCon, with or without a core, on Linear and Conv layers."""
 
-    def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
+    def forward(self, module: nn.Module, adapters: Sequence[Adapter], base: Forward) -> Forward:
         for adapter in adapters:
             _check(module, adapter)
         active = [adapter for adapter in adapters if adapter.strength]
-        if not active:
-            return lambda: None
-        return Branch(module, joined(module, active)).attach()
+        return Branch(module, joined(module, active)).over(base) if active else base
 
 
 def _check(module: nn.Module, adapter: Adapter) -> None:
@@ -78,14 +72,17 @@ class Branch:
 
     def attach(self) -> Detach:
         """Make the layer compute with the branch; the undo."""
-        base = self.module.forward
+        return replace_forward(self.module, self.over(self.module.forward))
+
+    def over(self, base: Forward) -> Forward:
+        """The forward of the base plus the branch."""
 
         def forward(x: Tensor) -> Tensor:
-            y: Tensor = base(x)
+            y = base(x)
             self.add_to(y, x)
             return y
 
-        return replace_forward(self.module, forward)
+        return forward
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
         """y += up · diag · down · x, with x the layer's input and y its output."""
@@ -118,9 +115,8 @@ class Branch:
     def _hidden(self, x: Tensor) -> Tensor:
         """(n, Σr, *out) of one group's input: down with the layer's kernel, or pointwise before the core."""
         if self.mid is None:
-            return _convolve(self.module, x, self.down)
-        pointwise: Tensor = CONVOLUTIONS[type(self.module)](x, self.down)
-        return _convolve(self.module, pointwise, self.mid)
+            return convolve(self.module, x, self.down)
+        return convolve(self.module, CONVOLUTIONS[type(self.module)](x, self.down), self.mid)
 
 
 def _accumulate(y: Tensor, up: Tensor, hidden: Tensor) -> None:
@@ -129,14 +125,3 @@ def _accumulate(y: Tensor, up: Tensor, hidden: Tensor) -> None:
         y.view(*y.shape[:2], -1).baddbmm_(up, hidden)
     else:
         y.add_(torch.bmm(up, hidden).view(y.shape))
-
-
-def _convolve(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-    """The layer's convolution (its stride, padding, dilation) with another weight, one group, no bias."""
-    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    padding: Any = module.padding
-    if module.padding_mode != "zeros":
-        x = nn.functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-        padding = 0
-    made: Tensor = CONVOLUTIONS[type(module)](x, weight, None, module.stride, padding, module.dilation)
-    return made

@@ -12,7 +12,7 @@ group touches and keep its part, in a buffer of at most (out / groups + 2·vp) c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,16 +21,11 @@ from torch import Tensor, nn
 from fulldiff.harness.subjects import contraction, factors, fallback
 from fulldiff.harness.subjects.base import Adapter, Forward, Unsupported
 from fulldiff.harness.subjects.contraction import Step
+from fulldiff.harness.subjects.convolution import convolve
 from fulldiff.harness.subjects.stacked import Stacked
 
 # Small enough that an intermediate is still in the cache when the next step reads it.
 WORKSPACE = 4 << 20
-
-CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
-    nn.Conv1d: nn.functional.conv1d,
-    nn.Conv2d: nn.functional.conv2d,
-    nn.Conv3d: nn.functional.conv3d,
-}
 
 
 class RuntimeLokr(Stacked):
@@ -203,7 +198,7 @@ def _run_convolution(module: nn.Module, order: Sequence[Step], block: Tensor, y:
     for index, step in enumerate(order):
         last = index == len(order) - 1
         if step.kernel:
-            block = _convolve(module, block.flatten(0, 1), step.matrix).unflatten(0, (n, -1))
+            block = convolve(module, block.flatten(0, 1), step.matrix).unflatten(0, (n, -1))
             if last:
                 y.add_(block.reshape(y.shape), alpha=scale)
             continue
@@ -225,16 +220,6 @@ def _accumulate(y: Tensor, shape: tuple[int, ...], matrix: Tensor, images: Tenso
         y.view(shape).baddbmm_(matrix, images, alpha=scale)
     else:
         y.add_(torch.bmm(matrix, images).view(y.shape), alpha=scale)
-
-
-def _convolve(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-    """The layer's convolution (its stride, padding, dilation) with another weight, one group, no bias."""
-    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    convolve, padding = CONVOLUTIONS[type(module)], module.padding
-    if module.padding_mode != "zeros":
-        x = nn.functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-        padding = (0,) * len(module.kernel_size)
-    return convolve(x, weight, None, module.stride, padding, module.dilation)
 
 
 def _rows(order: Sequence[Step], axis: int, start: int, stop: int) -> list[Step]:
