@@ -6,13 +6,11 @@ in / groups = uq·vq, r the rank. Use `dataclasses`-free `msgspec.structs.replac
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from msgspec.structs import replace
 
 from fulldiff.cases.model import Adapter, Layer, Shape, numel
-
-W2Form = Literal["full", "low-rank", "tucker"]
 
 
 def lora(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from fulldiff.cases.model import Model, Shape
-from fulldiff.cases.state_dicts import MODEL, state_dict
+from fulldiff.cases.state_dicts import state_dict
 from fulldiff.cases.tables import load_table
 from fulldiff.reference.key_maps import Base, Target, denoiser_names, text_names
 
@@ -89,8 +89,3 @@ def factor_key(module: str, spelling: str, factor: str) -> str:
     """A factor's name in a file, by the adapter's spelling."""
     up, down = LORA_SUFFIXES.get(spelling, LORA_SUFFIXES["lycoris"])
     return module + {"lora_up.weight": up, "lora_down.weight": down}.get(factor, f".{factor}")
-
-
-def is_denoiser(target: Target) -> bool:
-    """Whether a target is the UNet's or transformer's, not a text encoder's."""
-    return target.weight.startswith(MODEL)

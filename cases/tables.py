@@ -2,9 +2,8 @@
 
 A table (``models/*.csv``, written by ``models/make_tables.py``, which describes the columns) has
 one row per Linear or Conv layer. An adapter file names a layer in one of several families:
-`aliases` gives a row's names in all of them, `alias_index` finds the rows that a name means. One
-name may mean several rows: original checkpoints fuse q, k and v into one tensor, and each of these
-rows is a slice of it.
+`aliases` gives a row's names in all of them. One name may mean several rows: original checkpoints
+fuse q, k and v into one tensor, and each of these rows is a slice of it.
 """
 
 from __future__ import annotations
@@ -212,20 +211,6 @@ def transformer_aliases(row: TableRow) -> tuple[str, ...]:
 def underscored(path: str) -> str:
     """A dotted path as kohya and LyCORIS write it."""
     return path.replace(".", "_")
-
-
-@cache
-def alias_index(model: str) -> Mapping[str, tuple[TableRow, ...]]:
-    """Every alias of ``model`` → the rows it means, several (in table order) for a fused layer.
-
-    Raises:
-        TableError: as for `load_table`.
-    """
-    index: dict[str, tuple[TableRow, ...]] = {}
-    for row in load_table(model):
-        for alias in aliases(row):
-            index[alias] = (*index.get(alias, ()), row)
-    return index
 
 
 def tokens(row: TableRow, height: int, width: int) -> int:

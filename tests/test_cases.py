@@ -1,57 +1,21 @@
-"""Cases: their JSON and ids, the strategies' promises, the generator's known answers, the catalogue."""
+"""Cases: their JSON and ids, the strategies' promises."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
-from dataclasses import replace
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, find, given, settings
-from hypothesis import strategies as st
+from case_checks import TRUTH, accepts, drawn, many, relative_bound, runtime
+from hypothesis import find, given
 
-from fulldiff.cases import catalogue, factors
-from fulldiff.cases.catalogue import CATALOGUE, HEAVY, pinned
-from fulldiff.cases.model import DTYPES, Case, CaseError, Kind, Layer, RuntimeCase, case_id, decode, encode
-from fulldiff.cases.scales import EXACT_LIMIT, largest_row
+from fulldiff.cases import factors
+from fulldiff.cases.catalogue import CATALOGUE
+from fulldiff.cases.model import Case, CaseError, Layer, RuntimeCase, case_id, decode, encode
+from fulldiff.cases.scales import EXACT_LIMIT
 from fulldiff.cases.strategies import runtime_cases
-from fulldiff.cases.tensors import normal, words
-from fulldiff.harness.realise import factors64, module_for, realise
-from fulldiff.reference.layers import apply
-from fulldiff.reference.truth import Truth
-
-TRUTH = Truth()
-KINDS: tuple[Kind, ...] = ("linear", "conv1d", "conv2d", "conv3d")
-
-
-def many(examples: int) -> settings:
-    """Settings for a fixed, repeatable number of drawn cases."""
-    slow = [HealthCheck.too_slow]
-    return settings(max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=slow)
-
-
-def drawn(strategy: st.SearchStrategy[Case], examples: int) -> list[Case]:
-    """Distinct cases that a strategy draws."""
-    cases: dict[bytes, Case] = {}
-
-    @many(examples)
-    @given(strategy)
-    def collect(case: Case) -> None:
-        cases[encode(case)] = case
-
-    collect()
-    return list(cases.values())
-
-
-def runtime(case: Case) -> RuntimeCase:
-    assert isinstance(case.body, RuntimeCase)
-    return case.body
-
+from fulldiff.harness.realise import factors64, realise
 
 # JSON and ids
 
@@ -83,43 +47,10 @@ def test_what_is_not_a_case_is_refused(text: str) -> None:
 # Strategies
 
 
-def accepts(case: Case) -> None:
-    """torch.nn takes the input, and each adapter's factors give the weight's shape."""
-    body = runtime(case)
-    material = realise(case, body)
-    # On the meta device: shapes alone, and torch's CPU convolution crashes on some of these layouts.
-    y = module_for(body.layer, material.weight, material.bias).to("meta")(material.x.to("meta"))
-    assert y.shape[1 if body.layer.kernel else -1] == body.layer.out
-    for adapter in factors64(body, material):
-        assert TRUTH.delta(adapter, material.weight.double()).shape == material.weight.shape
-
-
 @many(500)
 @given(runtime_cases())
 def test_every_generated_case_is_valid(case: Case) -> None:
     accepts(case)
-
-
-def relative_bound(case: Case) -> float:
-    """The largest sum of magnitudes in the output over the smallest power of two among its terms."""
-    body = runtime(case)
-    material = realise(case, body)
-    total, unit = material.weight.double().abs(), 1.0
-    bias = torch.zeros(len(total)) if material.bias is None else material.bias.double().abs()
-    for spec, adapter in zip(body.adapters, factors64(body, material), strict=True):
-        gain = abs(adapter.strength * TRUTH.scale(adapter))
-        assert gain == 0 or (math.frexp(gain)[0] == 0.5 and 0.25 <= gain <= 2)
-        size = replace(adapter, tensors={name: t.abs() for name, t in adapter.tensors.items()})
-        rows = TRUTH.rows(adapter, total)
-        product = TRUTH.product(size, total[rows].shape)
-        assert float(product.flatten(1).sum(1).max()) <= largest_row(spec)
-        total[rows] += gain * product
-        unit = min(unit, gain or unit)
-        if "diff_b" in size.tensors:
-            bias[rows] += abs(adapter.strength) * size.tensors["diff_b"]
-            unit = min(unit, abs(adapter.strength) or unit)
-    y = apply(body.layer, total, bias, torch.ones(body.input.shape, dtype=torch.float64))
-    return float(y.max()) / unit if y.numel() else 0.0
 
 
 @many(1000)
@@ -271,89 +202,3 @@ def test_the_arguments_restrict_what_is_drawn() -> None:
         body = runtime(case)
         assert (body.values, body.dtype) == ("exact", "f16")
         assert {adapter.kind for adapter in body.adapters} == {"lokr"}
-
-
-# The generator
-
-
-def test_known_words() -> None:
-    known = [16656531645237921286, 9937051163054798644, 5678703376019332970, 9826538013964586609]
-    assert words(1, "layer.weight", 0, 4).tolist() == known
-    assert words(1, "layer.weight", 2, 2).tolist() == known[2:]
-
-
-def test_known_normal_values_to_the_bit() -> None:
-    known = [0.6534834026021383, 1.5630373660637817, 0.34077549919728106, -0.23445164055987905]
-    assert normal(1, "x", (2, 2)).ravel().tolist() == known
-
-
-def test_normal_values_follow_from_the_words() -> None:
-    """The documented formula, with Python's integers."""
-    by_hand = [sum((w >> shift) & 0xFFFF for shift in (0, 16, 32, 48)) - 131070 for w in words(7, "y", 0, 50).tolist()]
-    assert normal(7, "y", (50,)).tolist() == [value / math.sqrt(4 * (2**32 - 1) / 12) for value in by_hand]
-
-
-def test_normal_values_look_normal() -> None:
-    values = normal(5, "big", (400_000,))
-    assert abs(values.mean()) < 0.01
-    assert abs(values.var() - 1) < 0.01
-    assert np.abs(values).max() < 3.5
-    assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.01
-
-
-def test_streams_differ_by_seed_and_name() -> None:
-    streams = [words(seed, name, 0, 8).tobytes() for seed in (0, 1, 2**32 - 1) for name in ("x", "y")]
-    assert len(set(streams)) == 6
-
-
-# The catalogue
-
-
-def test_catalogue_ids_are_unique() -> None:
-    assert len({case_id(case) for case in pinned().values()}) == len(pinned())
-
-
-@pytest.mark.parametrize("number", [*range(1, 11), 12, 13])
-def test_every_known_bug_has_a_case(number: int) -> None:
-    assert any(name.startswith(f"d{number}-") for name in CATALOGUE)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("values", ["exact", "normal"])
-def test_every_form_is_in_the_catalogue(kind: Kind, dtype: str, values: str) -> None:
-    pattern = re.compile(f"form-(.*)-{kind}-{dtype}-{values}")
-    forms = {found[1] for name in CATALOGUE if (found := pattern.fullmatch(name))}
-    linear = {"lora", "w1full-full", "w1full-lowrank", "w1factored-full", "w1factored-lowrank"}
-    linear |= {"loha", "diff", "diff-bias", "lora-bias", "lora-scale"}
-    if values == "normal":
-        linear |= {"dora-out", "dora-out-1d", "dora-in", "dora-lokr", "dora-loha"}
-    tucker = {"lora-mid", "w1full-tucker", "w1factored-tucker", "loha-tucker"}
-    assert forms == (linear if kind == "linear" else linear - {"lora"} | {"locon"} | tucker)
-
-
-def test_catalogue_cases_are_valid() -> None:
-    for name, case in CATALOGUE.items():
-        if name not in HEAVY and isinstance(case.body, RuntimeCase):
-            accepts(case)
-
-
-def test_exact_catalogue_cases_fit_bf16() -> None:
-    exact = [case for case in CATALOGUE.values() if isinstance(case.body, RuntimeCase) and case.body.values == "exact"]
-    assert len(exact) > 100
-    assert max(relative_bound(case) for case in exact) < EXACT_LIMIT
-
-
-def test_heavy_names_exist() -> None:
-    assert set(CATALOGUE) > HEAVY
-
-
-def test_pinned_files_join_the_catalogue(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CATALOGUE["d7-rank-1"]
-    (tmp_path / "pinned").mkdir()
-    (tmp_path / "pinned" / "found.json").write_bytes(encode(case))
-    monkeypatch.setattr(catalogue, "files", lambda package: tmp_path)
-    assert pinned() == CATALOGUE | {"found": case}
-    (tmp_path / "pinned" / "d7-rank-1.json").write_bytes(encode(case))
-    with pytest.raises(ValueError, match="rename it"):
-        pinned()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import pairwise
 
 import msgspec
 import pytest
 from shared_files import shared
 
-from fulldiff.cases.tables import TableError, TableRow, alias_index, aliases, load_table
+from fulldiff.cases.tables import TableError, TableRow, aliases, load_table
 
 
 def rows(model: str, part: str) -> list[TableRow]:
@@ -18,6 +19,16 @@ def rows(model: str, part: str) -> list[TableRow]:
 
 def one_row(model: str, name: str) -> TableRow:
     return next(row for row in load_table(model) if row.name == name)
+
+
+@cache
+def alias_index(model: str) -> dict[str, tuple[TableRow, ...]]:
+    """Every alias of ``model`` and the rows it means, several for a fused layer."""
+    index: dict[str, tuple[TableRow, ...]] = {}
+    for row in load_table(model):
+        for alias in aliases(row):
+            index[alias] = (*index.get(alias, ()), row)
+    return index
 
 
 def listed_modules(name: str) -> set[str]:
