@@ -48,7 +48,7 @@ def gate(
             Progress(console=errors, disable=not errors.is_terminal) as progress,
         ):
             task = progress.add_task("gate: blocks", total=2 * BLOCKS)
-            path = out / "runs" / f"gate-{gating.digest(base, head, subject)}.jsonl"
+            path = out / "runs" / f"gate-{gating.digest(one, other)}.jsonl"
             report = gating.gate(one, other, cells, threads, accepted, path, lambda: progress.advance(task))
             report.worse = gating.conformance(one, other, conforming.PROFILES["quick"])
             gating.Launches(path).finish()

@@ -54,6 +54,11 @@ class Side:
             worker.environment = {**worker.environment, "PYTHONPATH": path}
         return worker
 
+    def code(self) -> str:
+        """A hash of the code under work that the side's subject loads."""
+        with self.worker(1) as worker:
+            return worker.code(self.subject)
+
 
 @dataclass
 class Report:
@@ -162,8 +167,9 @@ def _note_bytes(report: Report, name: str, count: int, is_base: bool) -> None:
     report.peak_bytes[name] = (count, head) if is_base else (base, count)
 
 
-def digest(*words: str) -> str:
-    """A short name for one comparison."""
+def digest(*sides: Side) -> str:
+    """A short name for one comparison, another one once a side's code has changed."""
+    words = [word for side in sides for word in (side.subject, side.python, side.code())]
     return hashlib.blake2b("\0".join(words).encode(), digest_size=5).hexdigest()
 
 
