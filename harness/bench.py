@@ -128,18 +128,32 @@ def measure(plan: list[Workload], options: Options, console: Console) -> tuple[l
 
 
 def _measure(worker: Worker, workload: Workload, options: Options) -> Cell:
-    name, body = case_id(workload.case), workload.case.body
+    body = workload.case.body
     if isinstance(body, StepCase) and (short := _too_large(body)):
-        return Cell(name, options.backend, workload.labels, {}, {}, {"step": Judgement("out of memory", message=short)})
+        refused = {"step": Judgement("out of memory", message=short)}
+        return Cell(case_id(workload.case), options.backend, workload.labels, {}, {}, refused)
+    return measured(worker, workload, options.seconds, options.backend)
+
+
+def measured(worker: Worker, workload: Workload, seconds: float, backend: str = "cpu") -> Cell:
+    """One workload's cell; where the worker could not measure it, its judgement alone."""
+    name = case_id(workload.case)
     # A whole step of the real size takes minutes for all ways and blocks.
-    answer = worker.ask(Measure(workload.case, options.seconds, limit=3600.0))
+    answer = worker.ask(Measure(workload.case, seconds, limit=3600.0))
     if answer.bench is None:
-        return Cell(name, options.backend, workload.labels, {}, {}, {"all": answer.judgement or NO_CHECK})
+        return Cell(name, backend, workload.labels, {}, {}, {"all": answer.judgement or NO_CHECK})
     found = answer.bench
-    checks = {way: msgspec.convert(raw, Judgement) for way, raw in found.get("check", {}).items()}
-    facts = found.get("facts", {}) | found.get("strength", {})
-    measured = (found.get("seconds", {}), found.get("peak_bytes", {}))
-    return Cell(name, options.backend, workload.labels, *measured, checks, found.get("held_bytes", {}), facts)
+    return Cell(
+        name,
+        backend,
+        workload.labels,
+        found.get("seconds", {}),
+        found.get("peak_bytes", {}),
+        {way: msgspec.convert(raw, Judgement) for way, raw in found.get("check", {}).items()},
+        found.get("held_bytes", {}),
+        found.get("facts", {}) | found.get("strength", {}),
+        found.get("reserved_bytes", {}),
+    )
 
 
 def _too_large(body: StepCase) -> str:

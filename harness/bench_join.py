@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
@@ -27,15 +26,16 @@ from fulldiff.cases.model import (
 )
 from fulldiff.cases.tables import load_table
 from fulldiff.harness import bench_plan, conform, join_report
+from fulldiff.harness.bench import measured
 from fulldiff.harness.bench_plan import Workload
 from fulldiff.harness.files.writers import module_name
 from fulldiff.harness.manager import Worker
-from fulldiff.harness.protocol import Effect, Join, Judgement, LoadCode, Measure, TimeToggle
+from fulldiff.harness.protocol import Effect, Join, LoadCode, TimeToggle
 from fulldiff.harness.results import Cell, Store
 from fulldiff.harness.subjects.names import AGAIN, FAULT, NO_ADAPTER
 
-PEFT = "fulldiff.harness.subjects.peft_lora:"
-JOINED, APART = "ljl", "runtime-lokr"
+PEFT_JOIN = "fulldiff.harness.subjects.peers.peft_join:"
+JOINED, APART, PEFT = "ljl", "runtime-lokr", "peft"
 WAYS = (NO_ADAPTER, AGAIN, JOINED, APART)
 COUNTS, RANKS = (1, 2, 4, 8, 16), (4, 16, 64)
 SHAPES = 5
@@ -89,7 +89,7 @@ def bench(seconds: float, python: str, threads: int, out: Path, console: Console
         plan = list(workloads(not peft))
         for workload in progress.track(plan, description="measure"):
             if case_id(workload.case) not in store.cells():
-                store.add(_measured(worker, workload, seconds))
+                store.add(measured(worker, workload, seconds))
         facts = [*effects(worker, peft), *files(worker)]
         cells = [store.cells()[case_id(workload.case)] for workload in plan]
         for fact in facts:
@@ -102,7 +102,7 @@ def bench(seconds: float, python: str, threads: int, out: Path, console: Console
 
 def absent(worker: Worker) -> str:
     """Why PEFT cannot be measured by this worker; empty where it can."""
-    judgement = worker.ask(LoadCode(f"{PEFT}PeftLora")).judgement
+    judgement = worker.ask(LoadCode(PEFT)).judgement
     return "" if judgement is None else judgement.message
 
 
@@ -121,22 +121,10 @@ def workload(layer: Layer, tokens: int, count: int, rank: int, peft: bool) -> Wo
     size = layer.inp // layer.groups
     each = tuple(lora(layer.out, size, rank, layer.kernel, alpha=Alpha("0d", 1.0), strength=0.5) for _ in range(count))
     body = RuntimeCase(layer, each, bench_plan.image(layer, tokens))
-    ways = (*WAYS, f"{PEFT}PeftLora") if peft else WAYS
+    ways = (*WAYS, PEFT) if peft else WAYS
     labels = {"layer": bench_plan.describe(layer), "tokens": tokens, "rank": rank, "files": count}
     name = f"join-{bench_plan.describe(layer)}-{tokens}-{count}x{rank}"
     return Workload(labels, Case(BenchCase(name, body, ways), 1))
-
-
-def _measured(worker: Worker, known: Workload, seconds: float) -> Cell:
-    name = case_id(known.case)
-    answer = worker.ask(Measure(known.case, seconds, limit=3600.0))
-    if answer.bench is None:
-        return Cell(name, "cpu", known.labels, {}, {}, {"all": answer.judgement or Judgement("raised")})
-    found = answer.bench
-    checks = {way: msgspec.convert(raw, Judgement) for way, raw in found["check"].items()}
-    return Cell(
-        name, "cpu", known.labels, found["seconds"], found["peak_bytes"], checks, found["held_bytes"], found["facts"]
-    )
 
 
 # What other joins give
@@ -146,7 +134,7 @@ def effects(worker: Worker, peft: str) -> Iterator[Cell]:
     """The effect of ours, every named fault and PEFT's joins on the same two files."""
     subjects = {"ljl": "ljl"} | {name: f"{FAULT}{name}" for name in JOIN_FAULTS}
     if not peft:
-        subjects |= {name: f"{PEFT}{kind}" for name, kind in PEERS.items()}
+        subjects |= {name: f"{PEFT_JOIN}{kind}" for name, kind in PEERS.items()}
     for name, subject in subjects.items():
         answer = worker.ask(Effect(pair(), subject))
         facts: dict[str, float] = {}

@@ -32,7 +32,7 @@ COUNT_WAYS = ("naive", "hoisted", "referential", "indexed", INDEXED_WARM)
 SIZES = {"sdxl": (4, 100, 200, 400, 788), "sd15": (4, 50, 100, 192, 278)}
 SIZE_WAYS = ("naive", INDEXED_WARM)
 END_TO_END = ("naive", "indexed")
-FILES, RANK = 8, 16
+RANK = 16
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,15 @@ import pandas as pd
 from scipy import stats
 
 from fulldiff.cases.load_sets import SETS
+from fulldiff.harness.bench_numbers import MIB, ratio
 from fulldiff.harness.results import Cell, Environment
 from fulldiff.harness.subjects.loaders.names import FIRST, WARM
 
-LEVEL = 0.95
 CLAIM = "0.75 … 0.85"
 NAIVE = "naive"
 OTHERS = ("naive-concatenating", "hoisted", "referential", "referential-forced", "indexed", f"indexed{WARM}")
 MARGINAL = ("hoisted", "referential", "indexed", f"indexed{WARM}")
-MIB = 2**20
 Interval = tuple[float, float, float]
-
-
-def ratio(way: Sequence[float], naive: Sequence[float]) -> Interval:
-    """Geometric mean of the block-wise ratios, and its 95 % interval (Student's t on log ratios)."""
-    logs = [math.log(a / b) for a, b in zip(way, naive, strict=True)]
-    mean, half = sum(logs) / len(logs), float(stats.t.ppf((1 + LEVEL) / 2, len(logs) - 1)) * float(stats.sem(logs))
-    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def marginal(cell: Cell, way: str) -> Interval | None:

@@ -41,6 +41,7 @@ def _row(cell: Cell, way: str) -> dict[str, Any]:
         "peak": cell.peak_bytes[way],
         "extra": cell.peak_bytes[way] - cell.peak_bytes[NO_ADAPTER],
         "held": cell.held_bytes[way] - cell.held_bytes[NO_ADAPTER],
+        "reserved": cell.reserved_bytes.get(way, math.nan),
         "check": cell.check[way].outcome if way in cell.check else "",
         "floor": cell.facts.get("flop_floor", math.nan),
     }

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from fulldiff.cases.factors import lokr_for, lora
 from fulldiff.cases.model import BenchCase, Case, DType, FactorDType, Input, Layer, MergeCase, RuntimeCase, StepCase
 from fulldiff.cases.tables import TableRow, load_table, tokens
@@ -69,9 +71,7 @@ def shapes(model: str, sizes: Iterable[Size]) -> list[Shape]:
 
 def plain(row: TableRow) -> Layer:
     """The row's layer, with a bias: nothing else tells to_out from to_q."""
-    import msgspec
-
-    return msgspec.structs.replace(row.layer, bias=True)
+    return replace(row.layer, bias=True)
 
 
 def layers(models: Iterable[str], sizes: tuple[Size, ...], most: int | None) -> Iterator[Workload]:

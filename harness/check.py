@@ -116,10 +116,10 @@ def base_of(model: str) -> tuple[Base, Header | None]:
     return checkpoint(header), header
 
 
-def read(path: Path, model: str) -> Report:
-    """The file's header matched to the model; raises FileError where nothing fits."""
+def read(path: Path, base: Base) -> Report:
+    """The file's header matched to the base; raises FileError where nothing fits."""
     header = read_header(path)
-    return Report(header, match(header, base_of(model)[0]), "")
+    return Report(header, match(header, base), "")
 
 
 def count(report: Report) -> int:

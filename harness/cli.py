@@ -97,10 +97,9 @@ def devices() -> None:
 def faults(out: Out = Path("reports"), seed: int = 1, seconds: float = 20.0) -> None:
     """Run every named fault as a subject until it is flagged; find the smallest scale error; write faults.md."""
     from fulldiff.harness import fault_table
-    from fulldiff.reference.faults import FAULTS  # the only command whose process loads torch
 
-    rows = fault_table.run(list(FAULTS), out / "runs", seed, seconds, console)
-    docs = {name: " ".join((type(f).__doc__ or "").split()) for name, f in FAULTS.items()}
+    docs = fault_table.docs()
+    rows = fault_table.run(list(docs), out / "runs", seed, seconds, console)
     text = fault_table.markdown(rows, docs)
     text += fault_table.sensitivity(fault_table.smallest_scale_errors(out / "runs", seed, console))
     (out / "faults.md").write_text(text)
@@ -129,9 +128,9 @@ def check(
     from fulldiff.harness import check as checking
     from fulldiff.harness import check_report
 
-    report = checking.read(file, model)
-    base = checking.base_of(model)[1] if weights else None
-    if weights and base is None:
+    base, checkpoint = checking.base_of(model)
+    report = checking.read(file, base)
+    if weights and checkpoint is None:
         raise typer.BadParameter(f"--weights: {model} is a table of names and shapes; give a checkpoint's path")
     if not header:
         with (
@@ -139,7 +138,8 @@ def check(
             Progress(console=errors, disable=not errors.is_terminal) as progress,
         ):
             task = progress.add_task(f"check {file.name}", total=checking.count(report))
-            report = checking.judge(report, worker, subject, base, lambda: progress.advance(task))
+            own = checkpoint if weights else None
+            report = checking.judge(report, worker, subject, own, lambda: progress.advance(task))
     if as_json:
         text = json.dumps(check_report.as_json(report), indent=1)
         print(text) if str(as_json) == "-" else as_json.write_text(text)

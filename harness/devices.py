@@ -1,4 +1,4 @@
-"""Which backends this machine has, asked of torch in a process of its own."""
+"""Which backends this machine has. Each says so itself; torch's are asked in a process of their own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import sys
 from fulldiff.harness.backends import vulkan
 
 PROBE = """
-import json, torch
-print(json.dumps([torch.__version__, torch.version.cuda, torch.version.hip, torch.cuda.is_available(),
-                  torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                  torch.backends.cpu.get_cpu_capability()]))
+import json
+from fulldiff.harness.backends import cpu, cuda, rocm
+print(json.dumps([[b.name, b.missing() or "", "" if b.missing() else b.describe()] for b in (cpu, cuda, rocm)]))
 """
 
 
@@ -21,18 +20,5 @@ def devices() -> list[tuple[str, str]]:
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     if done.returncode:
         return [("cpu", f"absent: torch does not import: {done.stderr.strip().splitlines()[-1]}")]
-    torch, cuda, hip, available, name, capability = json.loads(done.stdout)
-    return [
-        ("cpu", f"available: {capability}, torch {torch}"),
-        ("cuda", _gpu("CUDA", cuda, available, name, torch)),
-        ("rocm", _gpu("ROCm", hip, available, name, torch)),
-        ("vulkan", vulkan.state()),
-    ]
-
-
-def _gpu(kind: str, built_for: str | None, available: bool, name: str | None, torch: str) -> str:
-    if built_for is None:
-        return f"absent: torch {torch} is not a {kind} build"
-    if not available:
-        return f"absent: torch {torch} is built for {kind} {built_for} but finds no device or driver"
-    return f"present: {name}, {kind} {built_for}; this version of fulldiff does not measure on it yet"
+    states = [(name, f"absent: {why}" if why else f"available: {what}") for name, why, what in json.loads(done.stdout)]
+    return [*states, ("vulkan", vulkan.state())]

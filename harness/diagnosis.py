@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fulldiff.cases.model import Case, RuntimeCase
 from fulldiff.harness.judge import elements, observe
+from fulldiff.harness.protocol import Diagnosis
 from fulldiff.harness.realise import Material, factors64, realise
 from fulldiff.harness.subjects.base import Subject
 from fulldiff.reference.bounds import budget
@@ -29,22 +30,6 @@ from fulldiff.reference.truth import POLICIES, FactorError, Truth
 ALONE, WITH_BASE = "delta alone", "output"
 # A ratio is constant if it varies by less than this.
 RATIO_SPREAD = 1e-2
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """The faults that equal the subject on the case, alone or as pairs; else what its delta looks like."""
-
-    equals: tuple[str, ...] = ()
-    partly: str = ""
-    right: bool = False
-
-    def __str__(self) -> str:
-        if self.right:
-            return "right: within the budget of rounding"
-        if self.equals:
-            return "equals: " + " or ".join(self.equals)
-        return "unknown" + (f" ({self.partly})" if self.partly else "")
 
 
 @dataclass(frozen=True)

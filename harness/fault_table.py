@@ -5,6 +5,9 @@ On exact cases, but for DoRA's: a quotient by a norm is not exact, so they are h
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,20 @@ EXAMPLES = 2000
 # How small an error of the scale is found on random values, in so many cases of LoRA and LoKr.
 SHARES, SHARE_EXAMPLES = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 1e-4, 1e-5), 150
 DORA = "dora-"
+
+
+DOCS = """
+import json
+from fulldiff.reference.faults import FAULTS
+print(json.dumps({name: " ".join((type(fault).__doc__ or "").split()) for name, fault in FAULTS.items()}))
+"""
+
+
+def docs() -> dict[str, str]:
+    """What each named fault does; asked in a process of its own, for the faults load torch."""
+    done = subprocess.run([sys.executable, "-c", DOCS], capture_output=True, text=True, check=True)
+    known: dict[str, str] = json.loads(done.stdout)
+    return known
 
 
 @dataclass(frozen=True)

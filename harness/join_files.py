@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fulldiff.cases import tensors as generator
@@ -17,10 +16,9 @@ from fulldiff.cases.model import Adapter, Case, JoinCase, Values
 from fulldiff.cases.tables import TableRow, load_table
 from fulldiff.harness.files.base import table
 from fulldiff.harness.files.container import read_header
-from fulldiff.harness.files.fold import prepared
+from fulldiff.harness.files.fold import prepared, put
 from fulldiff.harness.files.joining import EMBED, is_token
 from fulldiff.harness.files.match import matched
-from fulldiff.harness.files.metadata import CONFIG
 from fulldiff.harness.files.stitching import read_tensor
 from fulldiff.harness.files.writers import Piece, Writer, write
 from fulldiff.harness.realise import DTYPES
@@ -51,10 +49,8 @@ def write_files(case: Case, folder: Path) -> list[Path]:
 def save(path: Path, family: Writer, pieces: Sequence[Piece[Tensor]], tokens: Mapping[str, Tensor]) -> None:
     """Write pieces and learned tokens as one file of ``family``."""
     spelled = write(family, prepared(family, pieces)) if pieces else write("kohya", pieces)
-    tensors = {name: tensor.contiguous() for name, tensor in (spelled.tensors | dict(tokens)).items()}
-    save_file(tensors, path, (spelled.metadata | dict.fromkeys(tokens, EMBED)) or None)
-    if spelled.config is not None:
-        path.with_name(CONFIG).write_text(json.dumps(spelled.config), encoding="utf-8")
+    metadata = spelled.metadata | dict.fromkeys(tokens, EMBED)
+    put(path, replace(spelled, tensors=spelled.tensors | dict(tokens), metadata=metadata))
 
 
 @cache

@@ -13,7 +13,7 @@ from fulldiff.harness.bench_report import environment as versions
 from fulldiff.harness.results import Cell, Environment
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 
-JOINED, APART = "ljl", "runtime-lokr"
+JOINED, APART, PEFT = "ljl", "runtime-lokr", "peft"
 MIB = 1 << 20
 # Above this half-width of the bare layer against itself small differences cannot be told.
 QUIET = 0.03
@@ -29,7 +29,7 @@ def frame(cells: list[Cell]) -> pd.DataFrame:
 
 def _row(cell: Cell) -> dict[str, Any]:
     seconds = cell.seconds
-    peft = next((way for way in seconds if way.endswith(":PeftLora")), None)
+    peft = PEFT if PEFT in seconds else None
     bare, low, high = ratio(seconds[JOINED], seconds[NO_ADAPTER])
     apart, apart_low, apart_high = ratio(seconds[JOINED], seconds[APART])
     _, again_low, again_high = ratio(seconds[AGAIN], seconds[NO_ADAPTER])

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from fulldiff.cases.model import numel
 from fulldiff.harness import join_effect
 from fulldiff.harness.files import stitching
 from fulldiff.harness.files.adapters import WIDTHS
-from fulldiff.harness.files.container import Header, read_header
 from fulldiff.harness.files.joining import DOWN, MID, UP, family_of, plan, widest
 from fulldiff.harness.join_judge import ORACLE
 from fulldiff.harness.judge import conclude
 from fulldiff.harness.protocol import Answer, CheckSum, Claim, Effect, Join, Judgement, Part, TimeToggle
-from fulldiff.harness.realise import module_for
+from fulldiff.harness.realise import adapter_tensors, module_for
 from fulldiff.harness.subjects.joined_model import attach_layers
 from fulldiff.reference.bounds import SMALLEST, UNIT_ROUNDOFF
 from fulldiff.reference.truth import Factors, Truth
@@ -120,12 +118,7 @@ class Flat:
 
 def _flat(part: Part) -> Flat:
     """One part's factors; of weight 0 zeros, whatever they hold. Its up's rows are in the layer's order."""
-    source, alpha = part.adapter.source, part.adapter.alpha
-    assert source is not None
-    header = _header(source.path, Path(source.path).stat().st_mtime_ns)
-    t = {factor: stitching.read_tensor(header, name).double() for factor, name in source.tensors.items()}
-    if alpha.form != "absent":
-        t["alpha"] = torch.tensor(alpha.value, dtype=torch.float64)
+    t = {factor: tensor.double() for factor, tensor in adapter_tensors(part.adapter).items()}
     up, down = t[UP].flatten(1), t[DOWN].flatten(1)
     size = down.abs()
     if MID in t:
@@ -153,11 +146,6 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[slice]:
     step = max(1, ROWS_OF // numel(shape[1:]))
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))
-
-
-@lru_cache(maxsize=32)
-def _header(path: str, modified: int) -> Header:
-    return read_header(Path(path))
 
 
 def toggle(request: TimeToggle) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pandas as pd
 
 from fulldiff.cases.model import SPATIAL_DIMS, RuntimeCase
-from fulldiff.harness.diagnosis import Diagnosis, diagnose
+from fulldiff.harness.manager import Worker
+from fulldiff.harness.protocol import Diagnose, Diagnosis
 from fulldiff.harness.results import Result, read
 from fulldiff.harness.search import diagnosis as failure
 from fulldiff.harness.search import size
-from fulldiff.harness.subjects.registry import subject
 
 PACKAGES = ("peft", "lycoris-lora", "torch")
 WRONG = ("wrong", "not finite")
@@ -60,18 +60,20 @@ def load(folder: Path, peers: Iterable[str], seed: int) -> dict[str, list[Result
     }
 
 
-def findings(peer: str, results: Sequence[Result], progress: Callable[[], None] = lambda: None) -> list[Finding]:
+def findings(
+    peer: str, results: Sequence[Result], worker: Worker, progress: Callable[[], None] = lambda: None
+) -> list[Finding]:
     """What is wrong with a peer, the widest cause first."""
     bad = [result for result in results if result.judgement.outcome not in RIGHT + UNTAKEN]
     diagnosed: dict[str, tuple[Result, Diagnosis]] = {}
     for result in sample([r for r in bad if r.judgement.outcome in WRONG]):
-        diagnosed[result.id] = (result, diagnose(result.case, subject(peer), pairs=False))
+        diagnosed[result.id] = (result, diagnosed_by(worker, peer, result, pairs=False))
         progress()
     raised: dict[str, list[Result]] = defaultdict(list)
     for result in bad:
         if result.judgement.outcome not in WRONG:
             raised[failure(result)].append(result)
-    made = [*explained(peer, list(diagnosed.values()))]
+    made = explained(peer, list(diagnosed.values()), lambda result: diagnosed_by(worker, peer, result, pairs=True))
     return made + [Finding(peer, cause, tuple(own)) for cause, own in raised.items()]
 
 
@@ -83,8 +85,19 @@ def sample(wrong: Sequence[Result]) -> list[Result]:
     return [result for own in by_failure.values() for result in own[:PER_FAILURE]]
 
 
-def explained(peer: str, diagnosed: list[tuple[Result, Diagnosis]]) -> list[Finding]:
-    """Group by cause; of the faults that equal a result, those that explain the most results are named."""
+def diagnosed_by(worker: Worker, peer: str, result: Result, pairs: bool) -> Diagnosis:
+    """The diagnosis of one result; unknown where the peer does not compute it again."""
+    answer = worker.ask(Diagnose(result.case, peer, pairs))
+    return answer.diagnosis or Diagnosis(partly=answer.judgement.message if answer.judgement else "")
+
+
+def explained(
+    peer: str, diagnosed: list[tuple[Result, Diagnosis]], closer: Callable[[Result], Diagnosis]
+) -> list[Finding]:
+    """Group by cause; of the faults that equal a result, those that explain the most results are named.
+
+    What no single fault explains is looked at ``closer``, on the smallest of its results.
+    """
     made, left = [], diagnosed
     while counts := Counter(name for _, found in left for name in found.equals):
         cause, most = counts.most_common(1)[0]
@@ -98,7 +111,7 @@ def explained(peer: str, diagnosed: list[tuple[Result, Diagnosis]]) -> list[Find
         unknown[failure(result)].append(result)
     for own in unknown.values():
         smallest = min(own, key=lambda result: size(result.case))
-        made.append(Finding(peer, str(diagnose(smallest.case, subject(peer))), tuple(own)))
+        made.append(Finding(peer, str(closer(smallest)), tuple(own)))
     return made
 
 

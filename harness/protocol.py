@@ -81,12 +81,28 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     workspace: int | None = None
 
 
+class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The faults that equal the subject on a case, alone or as pairs; else what its delta looks like."""
+
+    equals: tuple[str, ...] = ()
+    partly: str = ""
+    right: bool = False
+
+    def __str__(self) -> str:
+        if self.right:
+            return "right: within the budget of rounding"
+        if self.equals:
+            return "equals: " + " or ".join(self.equals)
+        return "unknown" + (f" ({self.partly})" if self.partly else "")
+
+
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
     """The answer to one request: a judgement or what else was asked for; a judgement alone if that failed."""
 
     judgement: Judgement | None = None
     bench: dict[str, Any] | None = None
     facts: Facts | None = None
+    diagnosis: Diagnosis | None = None
     code: str = ""
     written: int = 0
 
@@ -139,6 +155,15 @@ class Compare(msgspec.Struct, frozen=True, tag="compare"):
 
     one: tuple[Part, ...]
     other: tuple[Part, ...]
+    limit: float = 600.0
+
+
+class Diagnose(msgspec.Struct, frozen=True, tag="diagnose"):
+    """Why a subject is wrong on a runtime case; with ``pairs`` also two faults at once."""
+
+    case: Case
+    subject: str
+    pairs: bool = True
     limit: float = 600.0
 
 
@@ -198,7 +223,9 @@ class Effect(msgspec.Struct, frozen=True, tag="effect"):
 
 
 # Each gets one Answer within ``limit`` seconds.
-Request = Judge | Measure | LoadCode | Write | Compare | Load | TimeLoad | Join | CheckSum | TimeToggle | Effect
+Request = (
+    Judge | Measure | LoadCode | Diagnose | Write | Compare | Load | TimeLoad | Join | CheckSum | TimeToggle | Effect
+)
 Message = Hello | Stage | Answer
 
 

@@ -127,7 +127,7 @@ def read(source: FileRef) -> dict[str, Tensor]:
     return {factor: widened(file.get_tensor(name)) for factor, name in source.tensors.items()}
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=32)
 def _opened(path: str, modified: int) -> tuple[Any, frozenset[str]]:
     """The open file and its names: reading the header of a large file for every layer would take longest."""
     file: Any = safe_open(path, framework="pt")

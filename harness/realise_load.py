@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -67,7 +68,7 @@ def opened(path: Path) -> dict[str, Tensor]:
     read_header(path)
     try:
         return load_file(path)
-    except Exception as error:
+    except (SafetensorError, OSError, KeyError) as error:  # KeyError: a dtype that torch has not
         raise FileError(f"{path}: {error}; write the file anew with the safetensors library") from error
 
 

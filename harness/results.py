@@ -53,7 +53,8 @@ class Result(msgspec.Struct, frozen=True, tag="result", omit_defaults=True):
 
 class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
     """One measured workload, per way: seconds of each sample, the peak bytes of a call and what is held between
-    calls, both as the allocator saw them. ``facts`` are numbers of the workload itself (the FLOP floor, …)."""
+    calls, both as the allocator saw them; on a GPU also what the allocator has reserved. ``facts`` are numbers
+    of the workload itself (the FLOP floor, …)."""
 
     id: str
     backend: str
@@ -63,6 +64,7 @@ class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
     check: dict[str, Judgement]
     held_bytes: dict[str, int] = {}
     facts: dict[str, float] = {}
+    reserved_bytes: dict[str, int] = {}
 
 
 Line = Environment | Result | Cell | End
@@ -78,6 +80,7 @@ class Store:
         self.path = path
         self.lines = list(read(path)) if path.exists() else []
         self._results = {line.key: line for line in self.lines if isinstance(line, Result)}
+        self._cells = {line.id: line for line in self.lines if isinstance(line, Cell)}
         self._file = path.open("ab", buffering=0)
 
     @classmethod
@@ -110,12 +113,14 @@ class Store:
         self.lines.append(line)
         if isinstance(line, Result):
             self._results[line.key] = line
+        elif isinstance(line, Cell):
+            self._cells[line.id] = line
 
     def results(self) -> list[Result]:
         return list(self._results.values())
 
     def cells(self) -> dict[str, Cell]:
-        return {line.id: line for line in self.lines if isinstance(line, Cell)}
+        return self._cells
 
     def close(self) -> None:
         self._file.close()

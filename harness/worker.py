@@ -26,12 +26,14 @@ import torch
 
 from fulldiff.harness import bench_worker, join_worker, load_worker, rewriting
 from fulldiff.harness.adapter_facts import facts_of
+from fulldiff.harness.diagnosis import diagnose
 from fulldiff.harness.judge import where
 from fulldiff.harness.protocol import (
     PROTOCOL,
     Answer,
     CheckSum,
     Compare,
+    Diagnose,
     Effect,
     Hello,
     Join,
@@ -47,6 +49,7 @@ from fulldiff.harness.protocol import (
     Write,
     describe_exit,
 )
+from fulldiff.harness.subjects.base import Refused, Unsupported
 from fulldiff.harness.subjects.registry import SubjectError, subject_of
 from fulldiff.harness.suites import SUITES, imported
 
@@ -94,6 +97,8 @@ def _answer(channel: BinaryIO, request: Request) -> Answer:
         return _judged(channel, request)
     if isinstance(request, Measure):
         return Answer(bench=bench_worker.run(request.case, request.seconds, _backend))
+    if isinstance(request, Diagnose):
+        return _diagnosed(request)
     if isinstance(request, Write):
         return Answer(written=rewriting.write(request))
     if isinstance(request, Compare):
@@ -114,6 +119,13 @@ def _judged(channel: BinaryIO, request: Judge) -> Answer:
         return Answer(Judgement("refused", message=f"not finite: {', '.join(facts.not_finite)}"), facts=facts)
     judge = imported(SUITES[suite].judge)
     return Answer(judge(request.case, chosen, lambda name: _send(channel, Stage(name))), facts=facts)
+
+
+def _diagnosed(request: Diagnose) -> Answer:
+    try:
+        return Answer(diagnosis=diagnose(request.case, _subject("runtime", request.subject), request.pairs))
+    except (Refused, Unsupported) as reason:
+        return Answer(Judgement("refused", message=str(reason)))
 
 
 def _raised(error: Exception) -> Judgement:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fulldiff.cases.joins import join_cases, named_joins
 from fulldiff.cases.model import AdapterFile, Case, CaseError, JoinCase, Model, decode, encode
-from fulldiff.harness.bench_join import PEERS, PEFT, pair
+from fulldiff.harness.bench_join import PEERS, PEFT_JOIN, pair
 from fulldiff.harness.join_effect import effect
 from fulldiff.harness.join_judge import judge
 from fulldiff.harness.manager import Worker
@@ -174,7 +174,7 @@ def test_the_effect_of_joins_is_told_apart() -> None:
 @pytest.mark.parametrize("name", PEERS)
 def test_what_pefts_joins_give(name: str) -> None:
     pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
-    found = effect(Effect(pair(), f"{PEFT}{PEERS[name]}"))
+    found = effect(Effect(pair(), f"{PEFT_JOIN}{PEERS[name]}"))
     exact = name == "PEFT cat"
     assert (found["error"] < 1e-6) == exact
     if name == "PEFT cat, rsLoRA files":

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from fulldiff.cases.catalogue import CATALOGUE
 from fulldiff.cases.model import Case, case_id
 from fulldiff.harness import peers as reporting
-from fulldiff.harness.diagnosis import Diagnosis
-from fulldiff.harness.protocol import Judgement, Outcome
+from fulldiff.harness.protocol import Diagnosis, Judgement, Outcome
 from fulldiff.harness.results import Result
 from fulldiff.harness.subjects.base import Adapter, Subject, Unsupported
 from fulldiff.harness.subjects.names import PEERS
@@ -158,5 +157,7 @@ def test_the_matrix_counts_results_by_kind_and_layer() -> None:
 
 def test_results_are_grouped_by_the_fault_that_explains_the_most() -> None:
     one, two = (result(CATALOGUE[name], "wrong") for name in ("d1-low-rank", "d7-rank-1"))
-    found = reporting.explained("peft", [(one, Diagnosis(("a", "b"))), (two, Diagnosis(("b",)))])
+    found = reporting.explained(
+        "peft", [(one, Diagnosis(("a", "b"))), (two, Diagnosis(("b",)))], lambda one: Diagnosis()
+    )
     assert [(finding.cause, len(finding.results)) for finding in found] == [("equals: b", 2)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fulldiff.cases.tables import TableRow
 from fulldiff.harness.files.metadata import CONFIG
-from fulldiff.harness.files.writers import Piece, UnspellableError, Writer, whole, write
+from fulldiff.harness.files.writers import Piece, UnspellableError, Writer, Written, whole, write
 
 UP, DOWN = "lora_up.weight", "lora_down.weight"
 # The factor that takes the scale, and those whose first size is the rank, by kind.
@@ -35,7 +35,11 @@ def save(path: Path, family: Writer, pieces: Iterable[Piece[Tensor]]) -> None:
     Raises:
         UnspellableError: the family cannot hold one of them.
     """
-    written = write(family, prepared(family, pieces))
+    put(path, write(family, prepared(family, pieces)))
+
+
+def put(path: Path, written: Written[Tensor]) -> None:
+    """Write spelled tensors and their metadata; PEFT's config goes beside them."""
     tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
     save_file(tensors, path, written.metadata or None)
     if written.config is not None:

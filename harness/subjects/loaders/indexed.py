@@ -21,8 +21,6 @@ from fulldiff.reference.load import BESIDE, GLORA, LOHA, LOKR, LORA, WHOLE, Fate
 SUFFIXES = frozenset(
     (*(suffix for spelling in LORA for suffix in spelling if suffix), *(f".{name}" for name in (*LOHA, *GLORA)))
 ) | {suffix for _, suffix in (*BESIDE, *LOKR, *WHOLE)} | {".hada_t1", ".hada_t2"}  # fmt: skip
-# How many dots a suffix has, most first; diffusers' old names end in ``_lora.up.weight``.
-DEPTHS = sorted({suffix.count(".") for suffix in SUFFIXES}, reverse=True)
 PLAIN: dict[frozenset[str], dict[str, str]] = {
     frozenset((up, down, *beside)): {up: "lora_up.weight", down: "lora_down.weight"} | {f".{n}": n for n in names}
     for up, down, _ in LORA

@@ -1,12 +1,10 @@
-"""PEFT's LoRA as a peer: several active adapters on one layer, and its ways to join them. Needs `pip install peft`.
+"""PEFT's ways to join LoRAs. Needs `pip install peft`.
 
-fulldiff conform --subject fulldiff.harness.subjects.peft_lora:PeftLora
-fulldiff conform --suite join --subject fulldiff.harness.subjects.peft_lora:Cat
+fulldiff conform --suite join --subject fulldiff.harness.subjects.peers.peft_join:Cat
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,43 +16,10 @@ from torch import Tensor, nn
 from fulldiff.harness.files.writers import Piece
 from fulldiff.harness.join_files import adapters_of, rows_of, save
 from fulldiff.harness.realise import module_for
-from fulldiff.harness.subjects import factors
-from fulldiff.harness.subjects.base import Adapter, Detach, Subject, Unsupported, replace_forward
+from fulldiff.harness.subjects.base import Unsupported
 from fulldiff.harness.subjects.joiner import Joiner, Running
 from fulldiff.reference.join import DOWN, UP
 from fulldiff.reference.truth import Factors, Truth
-
-LAYER = "layer"
-PAIR = {UP, DOWN, "alpha"}
-
-
-class PeftLora(Subject):
-    """Every adapter attached and active, as `set_adapters` leaves them."""
-
-    def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
-        for adapter in adapters:
-            _check(module, adapter)
-        active = [adapter for adapter in adapters if adapter.strength]
-        if not active:
-            return lambda: None
-        base = copy.copy(module)
-        base.__dict__.pop("forward", None)
-        model: Any = _Holder({LAYER: base})
-        for number, adapter in enumerate(active):
-            _add(model, f"a{number}", {LAYER: adapter.tensors}, {LAYER: factors.scale(adapter)})
-        wrapped: Any = model.get_submodule(LAYER)
-        wrapped.set_adapter([f"a{number}" for number in range(len(active))])
-        wrapped.requires_grad_(False)
-        return replace_forward(module, lambda x: wrapped(x))
-
-
-def _check(module: nn.Module, adapter: Adapter) -> None:
-    factors.check(adapter)
-    if adapter.kind != "lora" or not set(adapter.tensors) <= PAIR or adapter.rows:
-        raise Unsupported(f"{adapter.kind} of {', '.join(adapter.tensors)}: only up, down and alpha, on whole layers")
-    grouped = not isinstance(module, nn.Linear) and getattr(module, "groups", 1) > 1
-    if grouped or not isinstance(module, nn.Linear | nn.Conv2d):
-        raise Unsupported(f"{type(module).__name__}: only Linear and Conv2d without groups")
 
 
 class _Holder(nn.Module):
@@ -64,23 +29,6 @@ class _Holder(nn.Module):
         super().__init__()
         for name, layer in layers.items():
             self.add_module(name, layer)
-
-
-def _add(
-    model: nn.Module,
-    name: str,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    scales: Mapping[str, float],
-    root: bool = False,
-) -> None:
-    """Inject one adapter: each layer's factors, and the scale that PEFT multiplies them with."""
-    ranks = {layer: t[DOWN].shape[0] for layer, t in tensors.items()}
-    config = peft.LoraConfig(
-        r=1, lora_alpha=1, lora_dropout=0.0, target_modules=list(ranks), rank_pattern=ranks, use_rslora=root
-    )
-    peft.inject_adapter_in_model(config, model, name)
-    for layer, t in tensors.items():
-        _fill(model.get_submodule(layer), name, t, scales[layer])
 
 
 def _fill(wrapped: Any, name: str, t: Mapping[str, Tensor], scale: float) -> None:
