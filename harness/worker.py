@@ -24,10 +24,13 @@ from typing import Any, BinaryIO
 import msgspec
 import torch
 
-from fulldiff.harness import bench_worker, join_worker, load_worker, rewriting
+from fulldiff.harness import rewriting
 from fulldiff.harness.adapter_facts import facts_of
-from fulldiff.harness.diagnosis import diagnose
+from fulldiff.harness.bench import worker as bench_worker
+from fulldiff.harness.join import worker as join_worker
 from fulldiff.harness.judge import where
+from fulldiff.harness.load import worker as load_worker
+from fulldiff.harness.peers.diagnosis import diagnose
 from fulldiff.harness.protocol import (
     PROTOCOL,
     Answer,

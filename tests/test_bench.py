@@ -14,9 +14,13 @@ import pytest
 import torch
 
 from fulldiff.cases.model import StepCase, case_id
-from fulldiff.harness import bench, bench_numbers, bench_plan, bench_report, merging
 from fulldiff.harness.backends import cpu, cuda, rocm, torch_gpu
-from fulldiff.harness.bench_worker import run, sampled
+from fulldiff.harness.bench import merging
+from fulldiff.harness.bench import numbers as bench_numbers
+from fulldiff.harness.bench import plan as bench_plan
+from fulldiff.harness.bench import report as bench_report
+from fulldiff.harness.bench import run as bench
+from fulldiff.harness.bench.worker import run, sampled
 from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.results import Cell, Environment
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
@@ -231,7 +235,7 @@ def test_a_gpu_backend_measures_what_the_allocator_and_the_events_say(monkeypatc
 
 
 def test_an_absent_backend_ends_with_5(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from fulldiff.harness import cli
+    from fulldiff.harness.cli import main as cli
 
     arguments = ["fulldiff", "bench", "--backend", "rocm" if torch.version.hip is None else "cuda"]
     monkeypatch.setattr(sys, "argv", arguments)

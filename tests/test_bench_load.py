@@ -8,7 +8,9 @@ import pytest
 
 from fulldiff.cases.load_sets import SETS, lora_file, rows_of
 from fulldiff.cases.model import Case, LoadCase, Model
-from fulldiff.harness import bench_load, bench_load_report, load_worker
+from fulldiff.harness.bench import load as bench_load
+from fulldiff.harness.bench import load_report as bench_load_report
+from fulldiff.harness.load import worker as load_worker
 from fulldiff.harness.protocol import Load, TimeLoad
 from fulldiff.harness.results import Cell, Environment
 from fulldiff.harness.subjects.loaders.names import FIRST, WARM

@@ -13,7 +13,7 @@ from shared_files import shared
 from torch import Tensor
 from typer.testing import CliRunner
 
-from fulldiff.harness.cli import app
+from fulldiff.harness.cli.main import app
 from fulldiff.harness.convert import parts
 from fulldiff.harness.files.base import table
 from fulldiff.harness.files.container import read_header

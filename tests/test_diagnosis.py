@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fulldiff.cases.catalogue import CATALOGUE
 from fulldiff.cases.model import Input, RuntimeCase
-from fulldiff.harness.diagnosis import diagnose
+from fulldiff.harness.peers.diagnosis import diagnose
 from fulldiff.harness.subjects import full_diff
 from fulldiff.harness.subjects.base import Adapter, Detach, Subject, replace_forward
 from fulldiff.harness.subjects.faulty import Faulty

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from fulldiff.harness.bench import check_file
+from fulldiff.harness.bench.run import check_file
 from fulldiff.harness.files.container import FileError
 from fulldiff.harness.files.match import read
 

@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fulldiff.harness import gate_report
-from fulldiff.harness.gate import GateError, Launches, Report, accept, accepted_bytes, compare_stored, side_of
-from fulldiff.harness.gate_stats import BLOCKS, Block, Verdict, estimate, verdicts
+from fulldiff.harness.gate import report as gate_report
+from fulldiff.harness.gate.run import GateError, Launches, Report, accept, accepted_bytes, compare_stored, side_of
+from fulldiff.harness.gate.stats import BLOCKS, Block, Verdict, estimate, verdicts
 from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.results import Cell, Store
 

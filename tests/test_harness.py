@@ -124,8 +124,9 @@ def _ids(path: Path) -> list[str]:
 
 # Every module of the manager's side; the others are only imported by a worker.
 MANAGERS = (
-    "bench", "bench_join", "bench_load", "bench_vulkan", "check", "check_report", "cli", "conform", "convert",
-    "devices", "fault_table", "gate", "gate_report", "join", "join_report", "load_files", "peers", "search", "suites",
+    "bench.join", "bench.load", "bench.run", "bench.vulkan", "check", "check_report", "cli.main", "conform", "convert",
+    "devices", "fault_table", "gate.report", "gate.run", "join.report", "join.run", "load.files", "peers.report",
+    "search", "suites",
 )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from written import DOWN, UP, made, read_delta, row_named, stored_ranges, values
 
 from fulldiff.cases.model import DType
 from fulldiff.cases.tables import TableRow, load_table
-from fulldiff.harness import join_worker
 from fulldiff.harness.files import stitching
 from fulldiff.harness.files.base import table
 from fulldiff.harness.files.container import FileError, read_header
@@ -25,6 +24,7 @@ from fulldiff.harness.files.joining import distinct, family_of, plan, widest
 from fulldiff.harness.files.layout import Layout
 from fulldiff.harness.files.match import match
 from fulldiff.harness.files.writers import Piece, Writer, whole
+from fulldiff.harness.join import worker as join_worker
 from fulldiff.harness.protocol import Join
 
 QUERY = row_named("sd15", "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q")

@@ -17,7 +17,6 @@ from test_join_model import QUERY, joined_file, lora, name_of
 from torch import Tensor, nn
 from written import values
 
-from fulldiff.harness import join_worker
 from fulldiff.harness.convert import parts
 from fulldiff.harness.files import stitching
 from fulldiff.harness.files.base import table
@@ -25,6 +24,7 @@ from fulldiff.harness.files.container import read_header
 from fulldiff.harness.files.fold import save
 from fulldiff.harness.files.joining import plan
 from fulldiff.harness.files.match import match
+from fulldiff.harness.join import worker as join_worker
 from fulldiff.harness.protocol import CheckSum, Part, TimeToggle
 from fulldiff.harness.realise import module_for
 from fulldiff.harness.subjects.joined_model import attach_layers, set_lora_diag
@@ -99,7 +99,17 @@ def test_two_real_files_join_and_load_again(tmp_path: Path) -> None:
     names = ("analog_svd_rank4.safetensors", "lora_disney.safetensors")
     paths = [shared("adapters", name) for name in names]
     out = tmp_path / "joined.safetensors"
-    run = [sys.executable, "-m", "fulldiff.harness.cli", "join", *map(str, paths), "-o", str(out), "--model", "sd15"]
+    run = [
+        sys.executable,
+        "-m",
+        "fulldiff.harness.cli.main",
+        "join",
+        *map(str, paths),
+        "-o",
+        str(out),
+        "--model",
+        "sd15",
+    ]
     done = subprocess.run([*run, "--weights", "1,-0.7", "--threads", "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "192 of 192 layers are the weighted sum" in done.stdout

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulldiff.harness.bench_join import JOIN_FAULTS as NAMES
+from fulldiff.harness.bench.join import JOIN_FAULTS as NAMES
 from fulldiff.reference.factors import FactorError, Factors
 from fulldiff.reference.faults.joins import JOIN_FAULTS
 from fulldiff.reference.join import Join, Part, Setting, ranks_of

@@ -14,9 +14,9 @@ from torch import nn
 
 from fulldiff.cases.joins import join_cases, named_joins
 from fulldiff.cases.model import AdapterFile, Case, CaseError, JoinCase, Model, decode, encode
-from fulldiff.harness.bench_join import PEERS, PEFT_JOIN, pair
-from fulldiff.harness.join_effect import effect
-from fulldiff.harness.join_judge import judge
+from fulldiff.harness.bench.join import PEERS, PEFT_JOIN, pair
+from fulldiff.harness.join.effect import effect
+from fulldiff.harness.join.judge import judge
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Effect, Judgement
 from fulldiff.harness.subjects.base import Unsupported

@@ -16,9 +16,10 @@ from fulldiff.cases.load_names import base_names
 from fulldiff.cases.load_sets import HEAVY_LOADS, SETS, lora_file, named_load_cases, rows_of, set_case
 from fulldiff.cases.load_strategies import load_cases
 from fulldiff.cases.model import Case, CaseError, LoadCase, Model, decode, encode
-from fulldiff.harness import bench_load, load_worker
-from fulldiff.harness.cli import app
-from fulldiff.harness.judge_load import judge
+from fulldiff.harness.bench import load as bench_load
+from fulldiff.harness.cli.main import app
+from fulldiff.harness.load import worker as load_worker
+from fulldiff.harness.load.judge import judge
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.subjects.loaders.faults import FAULTS, MapGrown
 from fulldiff.harness.subjects.loaders.indexed import SUFFIXES, Indexed, split
@@ -207,7 +208,7 @@ def test_load_says_what_each_file_did(tmp_path: Path) -> None:
 )
 def test_load_refuses_bad_input_by_name(options: list[str], says: str, tmp_path: Path) -> None:
     path = bench_load.write(tmp_path / "a.safetensors", lora_file(rows_of("tiny"), False))
-    command = [sys.executable, "-m", "fulldiff.harness.cli", "load", str(path), *options]
+    command = [sys.executable, "-m", "fulldiff.harness.cli.main", "load", str(path), *options]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert says in run.stdout

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fulldiff.cases.catalogue import CATALOGUE
 from fulldiff.cases.model import Case, case_id
-from fulldiff.harness import peers as reporting
+from fulldiff.harness.peers import report as reporting
 from fulldiff.harness.protocol import Diagnosis, Judgement, Outcome
 from fulldiff.harness.results import Result
 from fulldiff.harness.subjects.base import Adapter, Subject, Unsupported

@@ -6,7 +6,7 @@ import pytest
 from bad_subjects import ChainsForwards, Subtracts
 
 from fulldiff.cases.restores import named_restores
-from fulldiff.harness.bench_plan import LAYER_WAYS, STEP_WAYS
+from fulldiff.harness.bench.plan import LAYER_WAYS, STEP_WAYS
 from fulldiff.harness.restore_judge import judge
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 from fulldiff.harness.subjects.registry import subject

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fulldiff.cases.catalogue import pinned
-from fulldiff.harness import bench_vulkan_report as report
 from fulldiff.harness.backends import ggml, vulkan
+from fulldiff.harness.bench import vulkan_report as report
 from fulldiff.harness.manager import CAN_FORK, Worker
 from fulldiff.harness.protocol import Claim, Judgement
 from fulldiff.harness.results import Cell, Result
@@ -173,7 +173,7 @@ def test_a_transposed_operand_is_called_supported_and_then_aborts() -> None:
 
 MEASURE = """
 import json, sys, torch
-from fulldiff.harness import ggml_cell as cell
+from fulldiff.harness.bench import ggml_cell as cell
 from fulldiff.harness.subjects.base import Adapter
 from fulldiff.harness.subjects.ggml.graph import Graph
 from fulldiff.harness.subjects.ggml.layer import layer

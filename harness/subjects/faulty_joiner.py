@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fulldiff.harness.files.writers import Piece
-from fulldiff.harness.join_effect import ranks
-from fulldiff.harness.join_files import adapters_of, parts_of_files, rows_of, save, tokens_of
+from fulldiff.harness.join.effect import ranks
+from fulldiff.harness.join.files import adapters_of, parts_of_files, rows_of, save, tokens_of
 from fulldiff.harness.subjects.base import Detach, replace_forward
 from fulldiff.harness.subjects.faulty import layer_of
 from fulldiff.harness.subjects.joiner import Joiner, Running

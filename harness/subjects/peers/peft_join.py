@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fulldiff.harness.files.writers import Piece
-from fulldiff.harness.join_files import adapters_of, rows_of, save
+from fulldiff.harness.join.files import adapters_of, rows_of, save
 from fulldiff.harness.realise import module_for
 from fulldiff.harness.subjects.base import Unsupported
 from fulldiff.harness.subjects.joiner import Joiner, Running

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from fulldiff.harness.bench_numbers import ratio
-from fulldiff.harness.bench_report import environment as versions
+from fulldiff.harness.bench.numbers import ratio
+from fulldiff.harness.bench.report import environment as versions
 from fulldiff.harness.results import Cell, Environment
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 

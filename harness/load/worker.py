@@ -17,10 +17,10 @@ from fulldiff.cases.load_names import factor_key
 from fulldiff.cases.model import AdapterFile, LoadCase, Model, Shape
 from fulldiff.cases.state_dicts import state_dict
 from fulldiff.harness.backends import cpu
-from fulldiff.harness.interleaving import interleave
+from fulldiff.harness.bench.interleaving import interleave
+from fulldiff.harness.load.realise import base_of, identity, opened
 from fulldiff.harness.protocol import Load, TimeLoad
 from fulldiff.harness.realise import DTYPES
-from fulldiff.harness.realise_load import base_of, identity, opened
 from fulldiff.harness.subjects.loaders.base import Loader
 from fulldiff.harness.subjects.loaders.names import FIRST, WARM
 from fulldiff.harness.subjects.registry import subject_of

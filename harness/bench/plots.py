@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from fulldiff.harness.bench_numbers import MIB, steps_of_layers
+from fulldiff.harness.bench.numbers import MIB, steps_of_layers
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 
 COLOURS = {

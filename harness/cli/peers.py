@@ -48,7 +48,7 @@ def peers(
     into: Annotated[Path | None, typer.Option(help="Write the report here instead")] = None,
 ) -> None:
     """Diagnose what `fulldiff conform --subject PEER` found for each peer, and write peers.md."""
-    from fulldiff.harness import peers as reporting
+    from fulldiff.harness.peers import report as reporting
 
     runs = reporting.load(out / "runs", PEERS, seed)
     if not runs:

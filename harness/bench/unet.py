@@ -15,7 +15,7 @@ from fulldiff.cases.factors import lokr_for
 from fulldiff.cases.model import Case, StepCase
 from fulldiff.cases.models.configs import SDXL_UNET
 from fulldiff.harness.backends.base import Backend, Memory
-from fulldiff.harness.bench_worker import measured
+from fulldiff.harness.bench.worker import measured
 from fulldiff.harness.judge import conclude
 from fulldiff.harness.protocol import Claim
 from fulldiff.harness.realise import DTYPES

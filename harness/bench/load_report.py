@@ -11,7 +11,7 @@ import pandas as pd
 from scipy import stats
 
 from fulldiff.cases.load_sets import SETS
-from fulldiff.harness.bench_numbers import MIB, ratio
+from fulldiff.harness.bench.numbers import MIB, ratio
 from fulldiff.harness.results import Cell, Environment
 from fulldiff.harness.subjects.loaders.names import FIRST, WARM
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fulldiff.cases.model import numel
-from fulldiff.harness import join_effect
 from fulldiff.harness.files import stitching
 from fulldiff.harness.files.adapters import WIDTHS
 from fulldiff.harness.files.joining import DOWN, MID, UP, family_of, plan, widest
-from fulldiff.harness.join_judge import ORACLE
+from fulldiff.harness.join import effect as join_effect
+from fulldiff.harness.join.judge import ORACLE
 from fulldiff.harness.judge import conclude
 from fulldiff.harness.protocol import Answer, CheckSum, Claim, Effect, Join, Judgement, Part, TimeToggle
 from fulldiff.harness.realise import adapter_tensors, module_for

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from fulldiff.harness import bench_plots
-from fulldiff.harness.bench_numbers import MIB, advice, break_even, frame, noise, steps_of_layers
-from fulldiff.harness.bench_plan import Workload
+from fulldiff.harness.bench import plots as bench_plots
+from fulldiff.harness.bench.numbers import MIB, advice, break_even, frame, noise, steps_of_layers
+from fulldiff.harness.bench.plan import Workload
 from fulldiff.harness.files.match import Match
 from fulldiff.harness.results import Cell, Environment, Result
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER

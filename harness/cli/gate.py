@@ -34,9 +34,9 @@ def gate(
     Exit code 1: conformance; 3: regression; 4: unfit machine or inconclusive. A gate that was killed goes on.
     """
     from fulldiff.harness import conform as conforming
-    from fulldiff.harness import gate as gating
-    from fulldiff.harness import gate_report
-    from fulldiff.harness.gate_stats import BLOCKS
+    from fulldiff.harness.gate import report as gate_report
+    from fulldiff.harness.gate import run as gating
+    from fulldiff.harness.gate.stats import BLOCKS
 
     accepted = gating.accepted_bytes(out / "baseline")
     if base.endswith(".jsonl") and head.endswith(".jsonl"):
@@ -71,7 +71,7 @@ def accept(
     out: Out = Path("reports"),
 ) -> None:
     """Write the line that lets a changed number of bytes pass the gate: baseline/accepted.jsonl."""
-    from fulldiff.harness import gate as gating
+    from fulldiff.harness.gate import run as gating
 
     gating.accept(out / "baseline", cell, peak_bytes, reason)
     console.print(f"wrote {out / 'baseline' / 'accepted.jsonl'}; commit it", highlight=False)
@@ -80,7 +80,7 @@ def accept(
 @baseline.command(name="list")
 def list_accepted(out: Out = Path("reports")) -> None:
     """List what is accepted."""
-    from fulldiff.harness import gate as gating
+    from fulldiff.harness.gate import run as gating
 
     for cell, count in gating.accepted_bytes(out / "baseline").items():
         console.print(f"{count:>15,} bytes  {cell}", highlight=False, markup=False)
@@ -92,7 +92,7 @@ def report(
     out: Out = Path("reports"),
 ) -> None:
     """Put the bench cells of several result files together in one report, and say what is missing."""
-    from fulldiff.harness import bench as benching
+    from fulldiff.harness.bench import run as benching
 
     missing = benching.put_together(files, backend, out)
     console.print(f"wrote {out / backend}.md from {len(files)} files; {missing} planned cells are missing")

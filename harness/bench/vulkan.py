@@ -20,8 +20,9 @@ from fulldiff.cases.catalogue import HEAVY, pinned
 from fulldiff.cases.factors import lokr, lokr_for
 from fulldiff.cases.model import Case, Input, Layer, RuntimeCase, case_id
 from fulldiff.cases.strategies import runtime_cases
-from fulldiff.harness import bench_vulkan_report, conform
+from fulldiff.harness import conform
 from fulldiff.harness.backends import vulkan
+from fulldiff.harness.bench import vulkan_report as bench_vulkan_report
 from fulldiff.harness.manager import BackendAbsent, Worker
 from fulldiff.harness.protocol import Judgement, describe_exit
 from fulldiff.harness.results import Cell, Result, Store
@@ -133,7 +134,7 @@ def _chains() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 def _cell(cell_id: str, labels: dict[str, Any], spec: dict[str, Any], threads: int) -> Cell:
     """The measured cell; a crash or time-out of its process is its judgement."""
-    command = [sys.executable, "-m", "fulldiff.harness.ggml_cell", str(threads)]
+    command = [sys.executable, "-m", "fulldiff.harness.bench.ggml_cell", str(threads)]
     way, backend = labels["way"], labels["backend"]
     try:
         done = subprocess.run(command, input=msgspec.json.encode(spec), capture_output=True, timeout=CELL_LIMIT)

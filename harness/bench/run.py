@@ -18,8 +18,10 @@ from rich.progress import Progress
 from fulldiff.cases.factors import lokr_for
 from fulldiff.cases.model import Case, CaseError, Layer, RuntimeCase, StepCase, case_id
 from fulldiff.cases.tables import TableRow, load_table
-from fulldiff.harness import bench_plan, bench_report, check, conform
-from fulldiff.harness.bench_plan import Workload
+from fulldiff.harness import check, conform
+from fulldiff.harness.bench import plan as bench_plan
+from fulldiff.harness.bench import report as bench_report
+from fulldiff.harness.bench.plan import Workload
 from fulldiff.harness.files import match
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Judgement, Measure

@@ -25,10 +25,12 @@ from fulldiff.cases.model import (
     case_id,
 )
 from fulldiff.cases.tables import load_table
-from fulldiff.harness import bench_plan, conform, join_report
-from fulldiff.harness.bench import measured
-from fulldiff.harness.bench_plan import Workload
+from fulldiff.harness import conform
+from fulldiff.harness.bench import plan as bench_plan
+from fulldiff.harness.bench.plan import Workload
+from fulldiff.harness.bench.run import measured
 from fulldiff.harness.files.writers import module_name
+from fulldiff.harness.join import report as join_report
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Effect, Join, LoadCode, TimeToggle
 from fulldiff.harness.results import Cell, Store

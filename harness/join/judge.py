@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fulldiff.cases import tensors as generator
 from fulldiff.cases.model import Case, FactorDType, JoinCase
 from fulldiff.harness.files.joining import widest
-from fulldiff.harness.join_effect import ranks
-from fulldiff.harness.join_files import adapters_of, parts_of_files, rows_of, tokens_of, write_files
+from fulldiff.harness.join.effect import ranks
+from fulldiff.harness.join.files import adapters_of, parts_of_files, rows_of, tokens_of, write_files
 from fulldiff.harness.judge import conclude
 from fulldiff.harness.protocol import Claim, Judgement
 from fulldiff.harness.realise import DTYPES, module_for

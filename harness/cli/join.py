@@ -36,7 +36,7 @@ def join(
 
     Exit code 1: a layer is not the sum, and OUT is not written. 2: a file cannot be joined, and why.
     """
-    from fulldiff.harness import join as joining
+    from fulldiff.harness.join import run as joining
 
     known = numbers(weights, len(files))
     family = next((family for family in WRITERS if family == to), None)
@@ -73,7 +73,7 @@ def numbers(text: str, files: int) -> list[float]:
 
 def show(made: object, files: list[Path], out: Path) -> None:
     """Print the report; exit with 1 where a layer is wrong."""
-    from fulldiff.harness.join import Joined, describe
+    from fulldiff.harness.join.run import Joined, describe
 
     assert isinstance(made, Joined)
     for line in describe(made, files):
@@ -106,6 +106,6 @@ def bench_join(
     out: Annotated[Path, typer.Option(help="The folder for reports; result lines go to its runs/")] = Path("reports"),
 ) -> None:
     """Time one joined LoRA against several apart, toggling and joining; compare other joins; write join.md."""
-    from fulldiff.harness import bench_join as benching
+    from fulldiff.harness.bench import join as benching
 
     benching.bench(seconds, python, threads, out, console)

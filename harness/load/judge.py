@@ -15,8 +15,8 @@ from torch import Tensor
 from fulldiff.cases.load_names import other
 from fulldiff.cases.model import Case, CaseError, DType, LoadCase
 from fulldiff.harness.judge import conclude, elements
+from fulldiff.harness.load.realise import base_of, digest, files_of, weight_of
 from fulldiff.harness.protocol import Claim, Judgement
-from fulldiff.harness.realise_load import base_of, digest, files_of, weight_of
 from fulldiff.harness.subjects.base import Refused, Unsupported
 from fulldiff.harness.subjects.loaders.base import Loader
 from fulldiff.reference import merge

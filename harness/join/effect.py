@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fulldiff.cases.model import JoinCase
-from fulldiff.harness.join_files import adapters_of, parts_of_files, rows_of, write_files
+from fulldiff.harness.join.files import adapters_of, parts_of_files, rows_of, write_files
 from fulldiff.harness.protocol import Effect
 from fulldiff.harness.realise import DTYPES, module_for
 from fulldiff.harness.subjects.base import Refused, Unsupported

@@ -1,4 +1,4 @@
-"""One cell of the Vulkan bench in a process of its own: ``python -m fulldiff.harness.ggml_cell`` < spec.
+"""One cell of the Vulkan bench in a process of its own: ``python -m fulldiff.harness.bench.ggml_cell`` < spec.
 
 A crash of the engine ends that cell alone. The spec is a `LayerSpec` or `ChainSpec` as JSON; the answer, the last
 line of stdout, a `Measured`. ``compute_bytes`` is ggml's own metric, what its users see as "compute buffer":

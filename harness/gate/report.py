@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pandas as pd
 
-from fulldiff.harness.gate import Report
+from fulldiff.harness.gate.run import Report
 
 WORDS = {0: "passed", 1: "FAILED: conformance", 3: "FAILED: regression", 4: "undecided: unfit machine or inconclusive"}
 

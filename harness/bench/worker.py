@@ -12,7 +12,7 @@ from torch import nn
 
 from fulldiff.cases.model import BenchCase, Case, MergeCase, RuntimeCase, StepCase
 from fulldiff.harness.backends.base import Backend, Memory
-from fulldiff.harness.interleaving import interleave
+from fulldiff.harness.bench.interleaving import interleave
 from fulldiff.harness.judge import compare, conclude, loaded, on
 from fulldiff.harness.part import part_of
 from fulldiff.harness.protocol import Judgement
@@ -40,7 +40,7 @@ def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
         if isinstance(case.body, StepCase):
             return _step(case, seconds, backend)
         if isinstance(case.body, MergeCase):
-            from fulldiff.harness import merging
+            from fulldiff.harness.bench import merging
 
             return merging.run(case)
         assert isinstance(case.body, BenchCase)
@@ -49,7 +49,7 @@ def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
 
 def _step(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
     try:
-        from fulldiff.harness import unet
+        from fulldiff.harness.bench import unet
     except ModuleNotFoundError as missing:
         words = f"a whole UNet needs {missing.name}: pip install 'fulldiff[unet]'"
         return {"check": {"step": Judgement("unsupported", message=words)}}

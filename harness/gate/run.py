@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from fulldiff.cases.model import BenchCase, Case, CaseError
-from fulldiff.harness import bench_plan, conform
-from fulldiff.harness.gate_stats import BLOCKS, Block, Estimate, Verdict, estimate, verdicts
+from fulldiff.harness import conform
+from fulldiff.harness.bench import plan as bench_plan
+from fulldiff.harness.gate.stats import BLOCKS, Block, Estimate, Verdict, estimate, verdicts
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Measure
 from fulldiff.harness.results import Cell, Result, Store, read

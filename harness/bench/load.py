@@ -18,7 +18,7 @@ from fulldiff.cases.load_names import factor_key
 from fulldiff.cases.load_sets import SETS, lora_file, rows_of, set_case
 from fulldiff.cases.model import AdapterFile, Case, LoadCase, Model, case_id
 from fulldiff.cases.tables import load_table
-from fulldiff.harness import bench_load_report
+from fulldiff.harness.bench import load_report as bench_load_report
 from fulldiff.harness.conform import environment
 from fulldiff.harness.manager import Worker, WorkerError
 from fulldiff.harness.protocol import TimeLoad

@@ -16,8 +16,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fulldiff.cases.model import CaseError
-from fulldiff.harness import cli_gate, cli_join, cli_peers
 from fulldiff.harness import conform as conforming
+from fulldiff.harness.cli import gate as cli_gate
+from fulldiff.harness.cli import join as cli_join
+from fulldiff.harness.cli import peers as cli_peers
 from fulldiff.harness.devices import devices as find_devices
 from fulldiff.harness.manager import BackendAbsent, Worker, WorkerError
 from fulldiff.harness.results import Result, ResultsError
@@ -198,10 +200,10 @@ def bench(
     A run that was interrupted goes on when started again.
     """
     if backend == "vulkan":
-        from fulldiff.harness import bench_vulkan
+        from fulldiff.harness.bench import vulkan as bench_vulkan
 
         raise typer.Exit(0 if bench_vulkan.bench(out, threads, budget * 60, console) else CONFORMANCE)
-    from fulldiff.harness import bench as benching
+    from fulldiff.harness.bench import run as benching
 
     options = benching.Options(backend, adapter, model, full, seconds, budget, threads, out, benching.shard_of(shard))
     raise typer.Exit(0 if benching.bench(options, console) else CONFORMANCE)
@@ -221,7 +223,7 @@ def load(
 
     Exit code 2: a file is rejected or only partly used.
     """
-    from fulldiff.harness import load_files
+    from fulldiff.harness.load import files as load_files
 
     with Worker(threads=threads, timed=True) as worker:
         strengths = strength or [1.0]
@@ -238,7 +240,7 @@ def bench_load(
     out: Out = Path("reports"),
 ) -> None:
     """Time loaders on the eight sets of the referential-loading pull request; write load.md, load.png, load.jsonl."""
-    from fulldiff.harness import bench_load as benching
+    from fulldiff.harness.bench import load as benching
 
     benching.bench(out, seconds, threads, files, console)
 

@@ -1,0 +1,1 @@
+"""Measuring: what, in which order, and the reports."""

@@ -1,0 +1,1 @@
+"""Did a change make it wrong, bigger or slower?"""

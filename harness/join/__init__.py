@@ -1,0 +1,1 @@
+"""The suite ``join``: several files into one."""

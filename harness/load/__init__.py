@@ -1,0 +1,1 @@
+"""The suite ``load``: several files onto a model."""

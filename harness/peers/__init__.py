@@ -1,0 +1,1 @@
+"""What peers get wrong, and why."""
