@@ -92,6 +92,7 @@ def _known_bugs() -> Named:
     for parts in ("q", "k", "qv", "kv"):
         yield f"d9-qkv-{parts}", _fused(parts, (8, 8, 8))
         yield f"d9-qkv-unequal-{parts}", _fused(parts, (8, 4, 2))
+    yield "d9-qkv-growing-k", _fused("k", (4, 8, 8))
     both = (diff((8, 12), strength=0.5), lora(8, 12, 4, alpha=half))
     yield "d10-diff-and-lora", RuntimeCase(Layer("linear", 8, 12), both, Input((3, 12)), values="exact")
     biases = (with_bias(diff((8, 12)), 8), with_bias(lora(8, 12, 4), 8))
@@ -179,6 +180,15 @@ def _groups_and_geometry() -> Named:
     yield "channels-last", _conv(low, _conv_layer("conv2d", 8, 15), batch=2, layout="channels_last")
 
 
+def _squares() -> Named:
+    """Sizes at which a wrong axis or order still gives a delta of the right shape, and an alpha that divides oddly."""
+    yield "square-w1", _linear(lokr((3, 3), (2, 4)), 6, 12, values="exact")
+    yield "square-loha", _linear(loha(8, 8, 2), 8, 8, values="exact")
+    tucker = loha(8, 8, 2, (3, 3), tucker=True)
+    yield "square-loha-tucker", _conv(tucker, _conv_layer("conv2d", 8, 8), values="exact")
+    yield "diff-with-alpha", _linear(diff((8, 15), alpha=Alpha("0d", 2.0)), 8, 15, values="exact")
+
+
 def _alphas() -> Named:
     ignored = lokr((2, 3), (4, 5), alpha=Alpha("0d", 9999999999.0, "f16"), dtype="f16")
     yield "both-full-alpha-infinite", _linear(ignored, 8, 15, dtype="f16", values="exact")
@@ -237,7 +247,7 @@ def _form_case(kind: Kind, kernel: Shape, adapter: Adapter, dtype: DType, values
 
 def _catalogue() -> dict[str, Case]:
     found: dict[str, Case] = {}
-    for group in (_known_bugs, _crashes, _corners, _groups_and_geometry, _alphas, _forms):
+    for group in (_known_bugs, _crashes, _corners, _groups_and_geometry, _squares, _alphas, _forms):
         for name, body in group():
             if name in found:
                 raise ValueError(f"two catalogue cases are called {name}")

@@ -41,13 +41,18 @@ class Part:
     got: Tensor
     want: Tensor
     allowed: Tensor
+    arithmetic: tuple[str, str]
 
     def equals(self, truth: Truth) -> bool:
         """Whether this way of computing gives the subject's numbers."""
         other = forward(truth, self.body, self.material)
         if other is None or other.shape != self.got.shape:
             return False
-        return elements("", self.got, other, self.allowed).holds
+        allowed = self.allowed
+        # What is exact when it is right may have to be rounded when it is wrong: alpha over another axis, 2 / 7.
+        if self.body.values == "exact" and not torch.equal(other.to(self.material.x.dtype).double(), other):
+            allowed = rounding(truth, self.body, self.material, self.arithmetic)
+        return elements("", self.got, other, allowed).holds
 
 
 def diagnose(case: Case, subject: Subject, pairs: bool = True) -> Diagnosis:
@@ -118,13 +123,17 @@ def _part(body: RuntimeCase, material: Material, subject: Subject, got: Tensor) 
     truth = Truth(POLICIES[subject.scale_policy])
     want = forward(truth, body, material)
     assert want is not None
-    allowed = torch.zeros_like(want)
-    if body.values != "exact":
-        bias = None if material.bias is None else material.bias.double()
-        stored, sums = subject.arithmetic(body.layer.kind, body.dtype)
-        layer = (body.layer, material.weight.double(), bias, factors64(body, material), material.x.double())
-        allowed = budget(truth, *layer, stored, sums).hard
-    return Part(body, material, got, want, allowed)
+    arithmetic = subject.arithmetic(body.layer.kind, body.dtype)
+    exact = body.values == "exact"
+    allowed = torch.zeros_like(want) if exact else rounding(truth, body, material, arithmetic)
+    return Part(body, material, got, want, allowed, arithmetic)
+
+
+def rounding(truth: Truth, body: RuntimeCase, material: Material, arithmetic: tuple[str, str]) -> Tensor:
+    """The error per element that rounding may cause in this way of computing."""
+    bias = None if material.bias is None else material.bias.double()
+    layer = (body.layer, material.weight.double(), bias, factors64(body, material), material.x.double())
+    return budget(truth, *layer, *arithmetic).hard
 
 
 def forward(truth: Truth, body: RuntimeCase, material: Material) -> Tensor | None:
