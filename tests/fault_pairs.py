@@ -125,6 +125,12 @@ def grouped(first: float, second: float) -> Setting:
     return Setting(layer, (lora(up=[[1], [3]], down=[[1]]),), x=[[[first], [second]]])
 
 
+def grouped_lokr(*x: float) -> Setting:
+    """ΔW = [[1, 2], [5, 10], [3, 4], [15, 20]], of two groups."""
+    layer = conv(4, 4, 1, groups=2)
+    return Setting(layer, (lokr(w1=[[1, 2], [3, 4]], w2=[[[1]], [[5]]]),), x=[[[value] for value in x]])
+
+
 EYE = [[1, 0], [0, 1]]
 ONES = [[1, 1], [1, 1]]
 
@@ -178,6 +184,9 @@ KNOWN_CONV1D = Setting(conv(1, 4, 2), (lokr(w1=[[1, 2]], w2=[[[1, 2], [3, 4]]]),
 
 PAIRS = {
     "scale-twice": Pair(rank2(alpha=4), rank2(alpha=2)),
+    "scale-twice-but-lora": Pair(
+        linear(2, 3, lokr(w1=[[1]], w2_a=EYE, w2_b=[[1, 2, 3], [4, 5, 6]], alpha=4)), rank2(alpha=4)
+    ),
     "scale-ignored": Pair(rank2(alpha=4), rank2(alpha=2)),
     "alpha-not-divided": Pair(rank2(alpha=4), rank1(alpha=4)),
     "missing-alpha-is-one": Pair(rank2(), rank2(alpha=4)),
@@ -227,6 +236,7 @@ PAIRS = {
     "delta-dilation-ignored": Pair(dilated(2), dilated(1)),
     "stride-before-kernel": Pair(strided(2, 1, 1), strided(2, 1)),
     "first-group-input": Pair(grouped(1, 2), grouped(2, 2)),
+    "kron-groups-in-w2": Pair(grouped_lokr(1, 10, 100, 1000), grouped_lokr(1, 1, 1, 1)),
     "first-batch-only": Pair(linear(1, 2, ONE, x=[[1, 1], [1, 2]]), linear(1, 2, ONE, x=[[1, 1]])),
     "scale-tensor-ignored": Pair(
         linear(1, 2, other("lora", **SCALED, scale=5)), linear(1, 2, other("lora", **SCALED, scale=3))

@@ -93,8 +93,8 @@ def test_rows_are_told_of_an_output_of_one_dimension() -> None:
     ("peer", "label", "words"),
     [
         ("peft", "form-w1full-full-conv1d-f64-exact", "kron-not-unsqueezed"),
-        ("lycoris-merge", "d1-low-rank", "equals: scale-twice"),
-        ("lycoris-bypass", "groups-not-dividing-up", "right with groups = 1"),
+        ("lycoris-merge", "d1-low-rank", "scale-twice-but-lora"),
+        ("lycoris-bypass", "groups-not-dividing-up", "equals: kron-groups-in-w2"),
     ],
 )
 def test_a_peer_is_diagnosed(peer: str, label: str, words: str) -> None:

@@ -52,6 +52,7 @@ def test_a_fault_says_what_goes_wrong(name: str) -> None:
 
 VALUES = {
     "scale-twice": ([[4, 8, 12], [16, 20, 24]], [[2, 4, 6], [8, 10, 12]]),
+    "scale-twice-but-lora": ([[4, 8, 12], [16, 20, 24]], [[2, 4, 6], [8, 10, 12]]),
     "missing-alpha-is-one": ([[0.5, 1, 1.5], [2, 2.5, 3]], [[1, 2, 3], [4, 5, 6]]),
     "kron-swapped": ([[3, 6, 4, 8]], [[3, 4, 6, 8]]),
     "w2-a-then-b": ([[1, 1], [1, 2]], [[2, 1], [1, 1]]),
@@ -78,6 +79,7 @@ OUTPUTS = {
     "delta-dilation-ignored": ([3, 6], [5, 10]),
     "stride-before-kernel": ([4, 0], [3, 7]),
     "first-group-input": ([1, 3], [1, 6]),
+    "kron-groups-in-w2": ([201, 10050, 403, 20150], [21, 105, 4300, 21500]),
     "first-batch-only": ([3, 0], [3, 5]),
     "bias-twice": ([15, 16], [8, 9]),
     "fused-rows-packed": ([1, 1, 5, 0], [1, 1, 0, 5]),
@@ -116,3 +118,9 @@ def test_a_scale_that_is_off_is_found_where_it_is_more_than_rounding(share: floa
     case = structs.replace(CATALOGUE["d1-low-rank"], seed=3)
     normal = structs.replace(case, body=structs.replace(case.body, values="normal"))
     assert judge(normal, Faulty(f"scale-off-{share}"), lambda stage: None).outcome == outcome
+
+
+def test_a_delta_that_is_not_dilated_is_broadcast_over_a_base_of_one_position() -> None:
+    setting = Setting(conv(1, 1, 2, dilation=2), (lokr(w1=[[1]], w2=[[[1, 1]]]),), x=[[[1, 2, 4]]])
+    assert setting.run(Truth()).tolist() == [[[5]]]
+    assert setting.run(FAULTS["delta-dilation-ignored"]).tolist() == [[[3, 6]]]

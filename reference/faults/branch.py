@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fulldiff.reference.faults.registry import fault
 from fulldiff.reference.layers import LayerLike, apply
-from fulldiff.reference.truth import Truth
+from fulldiff.reference.truth import Factors, Truth
 
 
 def _except(layer: LayerLike, **changes: Any) -> Any:
@@ -53,11 +53,12 @@ class DeltaPaddingModeZeros(_Apart):
 
 @fault("delta-dilation-ignored")
 class DeltaDilationIgnored(_Apart):
-    """The delta's kernel not dilated (what is missing at the edge is padded)."""
+    """The delta's kernel not dilated: the larger output cut to size, or broadcast where the base's size is 1."""
 
     def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
         wrong = apply(_except(layer, dilation=[1] * len(layer.dilation)), delta, None, x)
-        return wrong[tuple(slice(size) for size in y.shape)]
+        spatial = [slice(None if size == 1 else size) for size in y.shape[2:]]
+        return wrong if layer.kind == "linear" else wrong[(slice(None), slice(None), *spatial)]
 
 
 @fault("stride-before-kernel")
@@ -97,3 +98,37 @@ class FirstBatchOnly(_Apart):
         if branch.dim() > 1:
             branch[1:] = 0
         return branch
+
+
+@fault("kron-groups-in-w2")
+class KronGroupsInW2(Truth):
+    """A LoKr on a grouped convolution run as w1 over all channels and a grouped w2 (LyCORIS 4.1.3's bypass).
+
+    Output channel i·vp+j then reads, of every block k of w1, the channels of w2's own group of j.
+    """
+
+    def forward(
+        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, adapters: Sequence[Factors], x: Tensor
+    ) -> Tensor:
+        wrong = [self._ungrouped(layer, weight, adapter) for adapter in adapters]
+        right = [adapter for adapter, delta in zip(adapters, wrong, strict=True) if delta is None]
+        y = super().forward(layer, weight, bias, right, x)
+        for delta in wrong:
+            y = y if delta is None else y + apply(_except(layer, groups=1), delta, None, x)
+        return y
+
+    def _ungrouped(self, layer: LayerLike, weight: Tensor, adapter: Factors) -> Tensor | None:
+        """What it multiplies with, as a weight (out, in, *kernel) without groups; None where groups play no part."""
+        t = adapter.tensors
+        if layer.groups == 1 or adapter.kind != "lokr" or adapter.rows or "dora_scale" in t or not adapter.strength:
+            return None
+        w1 = self.w1(t)
+        w2 = self.w2(t, w1, weight.shape)
+        if w2.shape[0] % layer.groups:
+            return None
+        # (groups, vp / groups, groups, vq, *kernel): w2 on the diagonal of the two axes of groups.
+        grouped = w2.unflatten(0, (layer.groups, -1))
+        spread = grouped.new_zeros(*grouped.shape[:2], layer.groups, *grouped.shape[2:])
+        for group in range(layer.groups):
+            spread[group, :, group] = grouped[group]
+        return self.strength(adapter) * self.scale(adapter) * self.kron(w1, spread.flatten(2, 3).flatten(0, 1))

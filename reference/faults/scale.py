@@ -24,10 +24,18 @@ class ScaleOff(Truth):
 
 @fault("scale-twice")
 class ScaleTwice(Truth):
-    """alpha / rank applied twice (LyCORIS 4.1.3's merge)."""
+    """alpha / rank applied twice."""
 
     def scale(self, adapter: Factors) -> float:
         return super().scale(adapter) ** 2
+
+
+@fault("scale-twice-but-lora")
+class ScaleTwiceButLora(Truth):
+    """alpha / rank applied twice to a LoKr or LoHa, once to a LoRA (LyCORIS 4.1.3's merge)."""
+
+    def scale(self, adapter: Factors) -> float:
+        return super().scale(adapter) ** (1 if adapter.kind == "lora" else 2)
 
 
 @fault("scale-ignored")
