@@ -134,6 +134,8 @@ def _diagnosed(request: Diagnose) -> Answer:
 def _raised(error: Exception) -> Judgement:
     if isinstance(error, SubjectError):
         return Judgement("absent", message=str(error))
+    if isinstance(error, Refused | Unsupported):
+        return Judgement("refused" if isinstance(error, Refused) else "unsupported", message=str(error))
     text = f"{type(error).__name__}: {error}"
     memory = isinstance(error, MemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
     frame = traceback.extract_tb(error.__traceback__)[-1]
