@@ -49,6 +49,7 @@ class Worker:
     """One worker process, started when first asked and again after each crash.
 
     After its first crash it is started as a preloaded parent that forks a child per case (Linux).
+    ``forked``: so from the start, every request in a process of its own (where a backend can fork).
     ``timed``: with the memory allocator as users have it; else freed memory is kept, which judges large
     layers three times faster.
     """
@@ -60,12 +61,15 @@ class Worker:
         limit: float = CASE_LIMIT,
         timed: bool = False,
         backend: str = "cpu",
+        forked: bool = False,
     ) -> None:
         self.python, self.threads, self.limit, self.backend = python, threads, limit, backend
         self.environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         if not timed:
             self.environment |= KEEP_MEMORY
-        self.fork = False
+        # A child of a process that uses a GPU cannot use it.
+        self.can_fork = CAN_FORK and backend == "cpu"
+        self.fork = forked and self.can_fork
         self.hello: Hello | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -136,8 +140,7 @@ class Worker:
         return answer.judgement
 
     def _died(self, outcome: str, words: str, stage: str) -> Answer:
-        # A child of a process that uses a GPU cannot use it.
-        self.fork = CAN_FORK and self.backend == "cpu"
+        self.fork = self.can_fork
         message = _last_words(f"{words}, in stage '{stage}'", self._stderr_tail())
         return Answer(Judgement(outcome, message=message, where=stage))  # type: ignore[arg-type]
 

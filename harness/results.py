@@ -7,7 +7,7 @@ there is looked up, not run again. Lines of several machines may be put together
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,19 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     """The last line of a run that came to its end: the next one starts anew."""
 
 
+class Planned(msgspec.Struct, frozen=True, tag="planned"):
+    """What a conform run is to do, all shards together: its named cases (name → id), and how many it draws.
+
+    ``shard`` (i, n) is the part of it whose lines are in this file."""
+
+    suite: str
+    subject: str
+    seed: int
+    shard: tuple[int, int]
+    named: dict[str, str]
+    examples: int
+
+
 class Result(msgspec.Struct, frozen=True, tag="result", omit_defaults=True):
     """What was observed of one subject on one case."""
 
@@ -52,9 +65,9 @@ class Result(msgspec.Struct, frozen=True, tag="result", omit_defaults=True):
 
 
 class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
-    """One measured workload, per way: seconds of each sample, the peak bytes of a call and what is held between
-    calls, both as the allocator saw them; on a GPU also what the allocator has reserved. ``facts`` are numbers
-    of the workload itself (the FLOP floor, …)."""
+    """One workload measured in one launch (a process), per way: seconds of each sample, the peak bytes of a call
+    and what is held between calls, both as the allocator saw them; on a GPU also what the allocator has
+    reserved. ``facts`` are numbers of the workload itself (the FLOP floor, …)."""
 
     id: str
     backend: str
@@ -65,9 +78,35 @@ class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
     held_bytes: dict[str, int] = {}
     facts: dict[str, float] = {}
     reserved_bytes: dict[str, int] = {}
+    launch: int = 1
+
+    def pooled(self, other: Cell) -> Cell:
+        """This launch and a later one as one: all samples, the larger bytes, the worse of two checks."""
+        if not self.seconds or not other.seconds:
+            return other if self.seconds else self
+        return msgspec.structs.replace(
+            self,
+            seconds={way: [*own, *other.seconds[way]] for way, own in self.seconds.items()},
+            peak_bytes={way: max(n, other.peak_bytes[way]) for way, n in self.peak_bytes.items()},
+            held_bytes={way: max(n, other.held_bytes[way]) for way, n in self.held_bytes.items()},
+            reserved_bytes={way: max(n, other.reserved_bytes[way]) for way, n in self.reserved_bytes.items()},
+            check={way: max(one, other.check[way], key=_badness) for way, one in self.check.items()},
+        )
 
 
-Line = Environment | Result | Cell | End
+def _badness(judgement: Judgement) -> tuple[bool, float]:
+    return judgement.outcome != "passed", judgement.used
+
+
+def pooled(cells: Iterable[Cell]) -> dict[str, Cell]:
+    """By id, the launches of each cell put together."""
+    found: dict[str, Cell] = {}
+    for cell in cells:
+        found[cell.id] = found[cell.id].pooled(cell) if cell.id in found else cell
+    return found
+
+
+Line = Environment | Planned | Result | Cell | End
 _decoder = msgspec.json.Decoder(Line)
 
 
@@ -80,7 +119,7 @@ class Store:
         self.path = path
         self.lines = list(read(path)) if path.exists() else []
         self._results = {line.key: line for line in self.lines if isinstance(line, Result)}
-        self._cells = {line.id: line for line in self.lines if isinstance(line, Cell)}
+        self._launches = {(line.id, line.launch): line for line in self.lines if isinstance(line, Cell)}
         self._file = path.open("ab", buffering=0)
 
     @classmethod
@@ -103,6 +142,11 @@ class Store:
         self.add(End())
         self.close()
 
+    def plan(self, planned: Planned) -> None:
+        """Note what this run is to do, unless that is there already."""
+        if planned not in self.lines:
+            self.add(planned)
+
     def find(self, subject: str, backend: str, case: Case) -> Result | None:
         """The line of this case, if it has been run."""
         return self._results.get((subject, backend, case_id(case)))
@@ -114,13 +158,18 @@ class Store:
         if isinstance(line, Result):
             self._results[line.key] = line
         elif isinstance(line, Cell):
-            self._cells[line.id] = line
+            self._launches[line.id, line.launch] = line
+
+    def has(self, cell: str, launch: int) -> bool:
+        """Whether this cell's launch has been measured."""
+        return (cell, launch) in self._launches
 
     def results(self) -> list[Result]:
         return list(self._results.values())
 
     def cells(self) -> dict[str, Cell]:
-        return self._cells
+        """By id, the launches of each pooled."""
+        return pooled(self._launches.values())
 
     def close(self) -> None:
         self._file.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from msgspec.structs import replace
 
 from fulldiff.cases.model import StepCase, case_id
 from fulldiff.harness.backends import cpu, cuda, rocm, torch_gpu
@@ -22,7 +23,7 @@ from fulldiff.harness.bench import report as bench_report
 from fulldiff.harness.bench import run as bench
 from fulldiff.harness.bench.worker import run, sampled
 from fulldiff.harness.protocol import Judgement
-from fulldiff.harness.results import Cell, Environment
+from fulldiff.harness.results import Cell, Environment, Store
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 
 ENVIRONMENT = Environment({"torch": "2.13.0"}, "CPU", 2, "Linux")
@@ -121,7 +122,7 @@ def test_a_step_that_needs_more_memory_than_is_free_is_not_begun(monkeypatch: py
     assert isinstance(workload.case.body, StepCase)
     assert bench_plan.needed_bytes(workload.case.body) > 10 * 2**30
     monkeypatch.setattr(bench, "available_bytes", lambda: 2**30)
-    cell = bench._measure(None, workload, bench.Options())  # type: ignore[arg-type]
+    cell = bench._measure(None, workload, bench.Options(), 1)  # type: ignore[arg-type]
     assert cell.check["step"].outcome == "out of memory"
     assert "1.0 GiB are free" in cell.check["step"].message
 
@@ -243,3 +244,25 @@ def test_an_absent_backend_ends_with_5(capsys: pytest.CaptureFixture[str], monke
         cli.main()
     assert ended.value.code == 5
     assert "build" in capsys.readouterr().out
+
+
+def test_launches_of_a_cell_are_pooled_and_a_missing_one_is_seen(tmp_path: Path) -> None:
+    first = Cell("c", "cpu", {}, {"w": [1.0, 2.0]}, {"w": 5}, {"w": Judgement("passed", used=0.1)}, {"w": 0})
+    second = replace(first, launch=2, seconds={"w": [3.0]}, peak_bytes={"w": 7}, check={"w": Judgement("wrong")})
+    store = Store(tmp_path / "cells.jsonl")
+    store.add(first)
+    assert (store.has("c", 1), store.has("c", 2)) == (True, False)
+    store.add(second)
+    store.close()
+    (cell,) = Store(tmp_path / "cells.jsonl").cells().values()
+    assert cell.seconds == {"w": [1.0, 2.0, 3.0]}
+    assert cell.peak_bytes == {"w": 7}
+    assert cell.check["w"].outcome == "wrong"
+
+
+def test_a_launch_that_failed_leaves_no_half_of_a_cell() -> None:
+    good = Cell("c", "cpu", {}, {"w": [1.0]}, {"w": 5}, {}, {"w": 0})
+    crashed = Cell("c", "cpu", {}, {}, {}, {"all": Judgement("crashed")}, launch=2)
+    assert not good.pooled(crashed).seconds
+    assert not crashed.pooled(good).seconds
+    assert good.pooled(crashed).check["all"].outcome == "crashed"

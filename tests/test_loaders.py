@@ -215,7 +215,7 @@ def test_load_refuses_bad_input_by_name(options: list[str], says: str, tmp_path:
 
 
 def test_the_manager_s_side_needs_no_torch() -> None:
-    names = ("suites", "bench_load", "load_files", "bench_load_report")
+    names = ("suites", "bench.load", "load.files", "bench.load_report")
     code = (
         "; ".join(f"import fulldiff.harness.{name}" for name in names)
         + "; import sys; sys.exit('torch' in sys.modules)"

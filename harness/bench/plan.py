@@ -21,7 +21,7 @@ DTYPES: tuple[DType, ...] = ("f32", "bf16")
 FORMS = {"full w2": 0, "rank 16": 16}
 FACTOR = 8
 # The layer shapes of a quick bench: those with the most FLOPs.
-SHAPES = 8
+SHAPES = 6
 LAYER_WAYS = (NO_ADAPTER, AGAIN, "full-diff", "streamed", "runtime-lokr", "planned")
 STEP_WAYS = (
     NO_ADAPTER, AGAIN, "full-diff-alive", "full-diff", "streamed", "runtime-lokr", "hybrid", "planned", "merged",

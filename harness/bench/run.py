@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 from rich.console import Console
 from rich.progress import Progress
 
@@ -25,26 +26,28 @@ from fulldiff.harness.bench.plan import Workload
 from fulldiff.harness.files import match
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Judgement, Measure
-from fulldiff.harness.results import Cell, Environment, Result, Store, read
+from fulldiff.harness.results import Cell, Environment, Result, Store, pooled, read
 from fulldiff.harness.search import FINE, Engine
 
 SUBJECT = "runtime-lokr"
 CHECK_TOKENS, CHECK_CHANNELS = 4, 16
 # A quick bench narrows SDXL's UNet to this share of its channels.
 NARROWED = 4
+# Every cell is measured in so many launches (processes), as far as the budget goes.
+LAUNCHES = 3
 NO_CHECK = Judgement("unsupported", message="nothing to check")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for. ``budget``: minutes for the measurements, 0 for no limit."""
+    """What the user asked for. ``budget``: minutes for the measurements."""
 
     backend: str = "cpu"
     adapter: Path | None = None
     model: str = "sdxl"
     full: bool = False
     seconds: float = 0.05
-    budget: float = 0.0
+    budget: float = float("inf")
     threads: int = 1
     out: Path = Path("reports")
     shard: tuple[int, int] = (1, 1)
@@ -79,7 +82,7 @@ def shard_of(text: str) -> tuple[int, int]:
 def put_together(files: list[Path], backend: str, out: Path) -> int:
     """Write one report from the cells of several result files; how many of the quick plan are missing."""
     lines = [line for path in files for line in read(path)]
-    cells = {line.id: line for line in lines if isinstance(line, Cell) and line.backend == backend}
+    cells = pooled(line for line in lines if isinstance(line, Cell) and line.backend == backend)
     environments = [line for line in lines if isinstance(line, Environment)]
     if not cells or not environments:
         raise CaseError(f"{', '.join(map(str, files))}: no measured cells of backend {backend}")
@@ -106,39 +109,40 @@ def planned(options: Options, file: match.Match | None) -> Iterable[Workload]:
 
 
 def measure(plan: list[Workload], options: Options, console: Console) -> tuple[list[Cell], Environment, list[Workload]]:
-    """Measure each workload of an interrupted run's rest, or all; the cells, and what the budget left out."""
+    """Measure each workload of an interrupted run's rest, or all; the cells, and what the budget left out.
+
+    One launch after the other: the first gives every cell, the others narrow its intervals.
+    """
     path = options.out / "runs" / f"{options.backend}.jsonl"
-    end = time.monotonic() + options.budget * 60 if options.budget else float("inf")
-    left_out = []
+    end = time.monotonic() + options.budget * 60
     with (
-        Worker(threads=options.threads, timed=True, backend=options.backend) as worker,
+        Worker(threads=options.threads, timed=True, backend=options.backend, forked=True) as worker,
         Progress(console=console, disable=not console.is_terminal) as progress,
     ):
         environment = conform.environment(worker, SUBJECT)
         store = Store.begin(path, environment)
-        for workload in progress.track(plan, description="measure"):
-            if case_id(workload.case) in store.cells():
-                continue
-            if time.monotonic() > end:
-                left_out.append(workload)
-            else:
-                store.add(_measure(worker, workload, options))
-        cells = store.cells()
+        for launch in range(1, LAUNCHES + 1):
+            for workload in progress.track(plan, description=f"measure, launch {launch} of {LAUNCHES}"):
+                if time.monotonic() < end and not store.has(case_id(workload.case), launch):
+                    store.add(_measure(worker, workload, options, launch))
+            if not worker.fork:
+                worker.stop()
+    cells = store.cells()
     store.finish()
     shutil.copyfile(path, options.out / f"{options.backend}.jsonl")
-    return list(cells.values()), environment, left_out
+    return list(cells.values()), environment, [w for w in plan if case_id(w.case) not in cells]
 
 
-def _measure(worker: Worker, workload: Workload, options: Options) -> Cell:
+def _measure(worker: Worker, workload: Workload, options: Options, launch: int) -> Cell:
     body = workload.case.body
     if isinstance(body, StepCase) and (short := _too_large(body)):
         refused = {"step": Judgement("out of memory", message=short)}
         return Cell(case_id(workload.case), options.backend, workload.labels, {}, {}, refused)
-    return measured(worker, workload, options.seconds, options.backend)
+    return structs.replace(measured(worker, workload, options.seconds, options.backend), launch=launch)
 
 
 def measured(worker: Worker, workload: Workload, seconds: float, backend: str = "cpu") -> Cell:
-    """One workload's cell; where the worker could not measure it, its judgement alone."""
+    """One launch of a workload; where the worker could not measure it, its judgement alone."""
     name = case_id(workload.case)
     # A whole step of the real size takes minutes for all ways and blocks.
     answer = worker.ask(Measure(workload.case, seconds, limit=3600.0))

@@ -19,7 +19,7 @@ from fulldiff.harness.bench.worker import measured
 from fulldiff.harness.judge import conclude
 from fulldiff.harness.protocol import Claim
 from fulldiff.harness.realise import DTYPES
-from fulldiff.harness.subjects.base import Adapter, Detach
+from fulldiff.harness.subjects.base import Adapter, Detach, Subject
 from fulldiff.harness.subjects.faulty import layer_of
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 from fulldiff.harness.subjects.registry import subject
@@ -53,6 +53,8 @@ class Stepper:
         self.model, self.inputs, self.adapters = model, inputs, adapters
         self.way = NO_ADAPTER
         self.detach: Detach = nothing
+        # Kept while detached: what `planned` has chosen.
+        self.subjects: dict[str, Subject] = {}
 
     def attach(self, way: str) -> None:
         """Take off what is attached, and attach the way."""
@@ -61,7 +63,8 @@ class Stepper:
         self.detach()
         self.way, self.detach = way, nothing
         if way not in (NO_ADAPTER, AGAIN):
-            self.detach = subject(way).attach_model(self.model, self.adapters)
+            own = self.subjects.setdefault(way, subject(way))
+            self.detach = own.attach_model(self.model, self.adapters)
 
     def held(self, way: str, backend: Backend) -> Memory:
         """Attach, and one step: what stays allocated is what the way holds."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,12 +22,12 @@ from fulldiff.harness.subjects.registry import subject
 from fulldiff.harness.subjects.runtime_lokr import plain_branches
 
 CHECKED_CHANNELS = 4
-MIN_BLOCKS, MAX_BLOCKS = 4, 40
-# A call of so many seconds is warm after the first, and gets half as many blocks.
-LONG = 1.0
+# Blocks of one launch; a call of more than `LONG` seconds gets `LONG_BLOCKS`.
+MIN_BLOCKS, MAX_BLOCKS = 3, 40
+LONG, LONG_BLOCKS = 1.0, 2
 # A sample is at least this long, so that the clock's own error does not count.
 MIN_SAMPLE = 0.002
-# Before anything is kept, each way runs at least this long, or twice.
+# Before anything is kept, each way runs at least this long, beside the calls that measured its memory.
 WARM_UP = 0.02
 
 Call = Callable[[], Any]
@@ -105,14 +104,14 @@ def sampled(
         prepare(way)
         return backend.seconds(_repeated(calls[way], repeats[way])) / repeats[way]
 
-    least = MIN_BLOCKS if max(once.values()) < LONG else MIN_BLOCKS // 2
+    least = MIN_BLOCKS if max(once.values()) < LONG else LONG_BLOCKS
     return interleave(tuple(calls), sample, least, MAX_BLOCKS, budget)
 
 
 def _warm(call: Call, backend: Backend) -> float:
-    """The fastest of the calls that warm up: at least two, for at least `WARM_UP`."""
-    start, times = time.perf_counter(), [backend.seconds(call)]
-    while times[-1] < LONG and (len(times) < 2 or time.perf_counter() - start < WARM_UP):
+    """The fastest of the calls that warm up, for at least `WARM_UP`."""
+    times = [backend.seconds(call)]
+    while sum(times) < WARM_UP:
         times.append(backend.seconds(call))
     return min(times)
 

@@ -27,6 +27,8 @@ from fulldiff.harness.search import FINE
 from fulldiff.harness.suites import SUITES
 
 CONFORMANCE, USAGE, ABSENT, HARNESS = 1, 2, 5, 70
+# How long a quick bench measures; with its checks it ends within five minutes on two cores.
+QUICK_MINUTES = 3.0
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 console, errors = Console(), Console(stderr=True)
@@ -190,7 +192,7 @@ def bench(
     model: Annotated[str, typer.Option(help="The file's base: sdxl, sd15, flux or zimage")] = "sdxl",
     full: Annotated[bool, typer.Option(help="All models' shapes and sizes; SDXL's UNet at real size")] = False,
     shard: Annotated[str, typer.Option(help="i/n: only every n-th cell, from the i-th (1 to n)")] = "1/1",
-    budget: Annotated[float, typer.Option(help="Minutes of measuring at most; 0: no limit")] = 0.0,
+    budget: Annotated[float | None, typer.Option(help="Minutes of measuring; default 3, with --full no limit")] = None,
     seconds: Annotated[float, typer.Option(help="At least so long per cell, beside the minimum of blocks")] = 0.05,
     threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
     out: Out = Path("reports"),
@@ -199,13 +201,14 @@ def bench(
 
     A run that was interrupted goes on when started again.
     """
+    minutes = budget if budget is not None else float("inf") if full else QUICK_MINUTES
     if backend == "vulkan":
         from fulldiff.harness.bench import vulkan as bench_vulkan
 
-        raise typer.Exit(0 if bench_vulkan.bench(out, threads, budget * 60, console) else CONFORMANCE)
+        raise typer.Exit(0 if bench_vulkan.bench(out, threads, (budget or 0) * 60, console) else CONFORMANCE)
     from fulldiff.harness.bench import run as benching
 
-    options = benching.Options(backend, adapter, model, full, seconds, budget, threads, out, benching.shard_of(shard))
+    options = benching.Options(backend, adapter, model, full, seconds, minutes, threads, out, benching.shard_of(shard))
     raise typer.Exit(0 if benching.bench(options, console) else CONFORMANCE)
 
 

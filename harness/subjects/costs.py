@@ -1,17 +1,22 @@
 """What the planner knows of a machine: how long the products and passes that the ways are made of take there.
 
-Calibrated once per process, device and dtype in about a second: each kind of operation is timed at a few
-sizes, and a size between two is interpolated on logarithmic axes. A prediction is an overhead per operation
-plus FLOPs (or elements) over the rate.
+Calibrated once per machine, device and dtype in about a second, and kept in a file (`kept`: delete it to
+calibrate anew): each kind of operation is timed at a few sizes, and a size between two is interpolated on
+logarithmic axes. A prediction is an overhead per operation plus FLOPs (or elements) over the rate.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -70,16 +75,45 @@ class Costs:
         return self.overhead + weight.numel() / self.addmm.at(rank)
 
 
-_known: dict[tuple[torch.device, torch.dtype, int], Costs] = {}
+_known: dict[str, Costs] = {}
 
 
 def costs(device: torch.device, dtype: torch.dtype) -> Costs:
-    """The costs there, calibrated at the first call."""
-    key = (device, dtype, torch.get_num_threads())
+    """The costs there: known, kept by an earlier process, or calibrated now."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node()
+    key = f"{name}, {dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    if key not in _known:
+        _known.update(_read())
     if key not in _known:
         with torch.no_grad():
             _known[key] = calibrate(device, dtype)
+        _write()
     return _known[key]
+
+
+def kept() -> Path:
+    """The file of calibrated costs: in FULLDIFF_CACHE, else in the user's cache folder."""
+    cache = (
+        os.environ.get("FULLDIFF_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulldiff"
+    )
+    return Path(cache) / "costs.json"
+
+
+def _read() -> dict[str, Costs]:
+    try:
+        return msgspec.json.decode(kept().read_bytes(), type=dict[str, Costs])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _write() -> None:
+    """Replaced whole, so that no other process reads half of it; a folder that cannot be written keeps nothing."""
+    whole = kept().with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        kept().parent.mkdir(parents=True, exist_ok=True)
+        whole.write_bytes(msgspec.json.encode(_known))
+        whole.replace(kept())
 
 
 def calibrate(device: torch.device, dtype: torch.dtype) -> Costs:

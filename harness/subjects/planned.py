@@ -1,7 +1,8 @@
 """Subject ``planned``: per layer and number of tokens the cheaper of ``streamed`` and ``runtime-lokr``.
 
 Runtime costs arithmetic for every token, streamed a pass over the weight whatever their number: few tokens,
-low ranks and memory favour runtime, many tokens the scratch. The costs are predicted (see `costs`).
+low ranks and memory favour runtime, many tokens the scratch. The costs are predicted (see `costs`); where the
+two predictions are close, both are tried once, on the first input of that shape.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from fulldiff.harness.subjects import contraction, fallback
 from fulldiff.harness.subjects.base import Adapter, Forward
-from fulldiff.harness.subjects.costs import costs
+from fulldiff.harness.subjects.costs import costs, seconds
 from fulldiff.harness.subjects.runtime_lokr import Branch, RuntimeLokr, plain_branches
 from fulldiff.harness.subjects.stacked import Stacked
 from fulldiff.harness.subjects.streamed import Streamed, is_fusible
 
 # Streamed needs a scratch of the largest layer's size; above this many bytes the layer runs at runtime.
 WORKSPACE_BUDGET = 256 << 20
+# Predictions are off by less than this factor.
+CLOSE = 2.0
+
+
+Key = tuple[str | int, ...]
 
 
 class Planned(Stacked):
@@ -27,6 +34,8 @@ class Planned(Stacked):
 
     def __init__(self) -> None:
         self.runtime, self.streamed = RuntimeLokr(), Streamed()
+        # Whether runtime is the cheaper, by everything that the costs depend on: equal layers share it.
+        self.chosen: dict[Key, bool] = {}
 
     def forward(self, module: nn.Module, adapters: Sequence[Adapter], base: Forward) -> Forward:
         through = self.streamed.forward(module, adapters, base)
@@ -34,27 +43,45 @@ class Planned(Stacked):
             return through
         direct = self.runtime.forward(module, adapters, base)
         branches = plain_branches(module, adapters)
-        chosen: dict[tuple[int, ...], Forward] = {}
+        common = layer_key(module, adapters)
+
+        def choose(x: Tensor) -> bool:
+            predicted = time_over_streamed(module, branches, adapters, x)
+            if not 1 / CLOSE < predicted < CLOSE:
+                return predicted < 1
+            # A scratch of its own, so that a try which streamed loses keeps no memory.
+            tried = Streamed().forward(module, adapters, base)
+            return seconds(lambda: direct(x)) < seconds(lambda: tried(x))
 
         def forward(x: Tensor) -> Tensor:
-            key = tuple(x.shape)
-            if key not in chosen:
-                chosen[key] = direct if is_runtime_cheaper(module, branches, adapters, x) else through
-            return chosen[key](x)
+            key = (*common, *x.shape)
+            if key not in self.chosen:
+                with torch.no_grad():
+                    self.chosen[key] = choose(x)
+            return direct(x) if self.chosen[key] else through(x)
 
         return forward
 
 
-def is_runtime_cheaper(module: nn.Module, branches: Sequence[Branch], adapters: Sequence[Adapter], x: Tensor) -> bool:
-    """Whether the branches are predicted to take less time than writing W', or W' needs too much memory."""
+def layer_key(module: nn.Module, adapters: Sequence[Adapter]) -> Key:
+    """Everything but the input that the costs depend on: the layer, and the factors' shapes."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    settings = [str(getattr(module, name, "")) for name in ("stride", "padding", "dilation", "groups")]
+    factors = [f"{name} {tuple(t.shape)}" for a in adapters if a.strength for name, t in sorted(a.tensors.items())]
+    return (str(weight.device), str(weight.dtype), str(tuple(weight.shape)), *settings, *factors)
+
+
+def time_over_streamed(module: nn.Module, branches: Sequence[Branch], adapters: Sequence[Adapter], x: Tensor) -> float:
+    """The predicted time of the branches over that of writing W'; 0 where W' needs too much memory."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     if weight.nbytes > WORKSPACE_BUDGET:
-        return True
+        return 0.0
     known = costs(weight.device, weight.dtype)
     ranks = [_rank(adapter) for adapter in adapters if adapter.strength]
     streamed = sum(known.streamed(weight, rank) for rank in ranks)
-    return sum(_runtime(branch, x) for branch in branches) < streamed
+    return sum(_runtime(branch, x) for branch in branches) / max(streamed, 1e-12)
 
 
 def _rank(adapter: Adapter) -> int | None:
