@@ -51,7 +51,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, predicted: float, tried: tuple[float
     times = iter(tried)
     monkeypatch.setattr(planned, "time_over_streamed", lambda *_: predicted)
     monkeypatch.setattr(planned, "seconds", lambda call: next(times))
-    module = nn.Linear(12, 8)
+    module = nn.Linear(12, 8).requires_grad_(False)
     factors = {"lokr_w1": torch.ones(2, 3), "lokr_w2": torch.ones(4, 4)}
     subject = Planned()
     subject.attach(module, [Adapter("lokr", factors, 1.0)])
@@ -74,7 +74,7 @@ def test_equal_layers_share_a_choice_and_others_do_not(monkeypatch: pytest.Monke
     monkeypatch.setattr(planned, "time_over_streamed", lambda *_: 0.1)
     subject = Planned()
     for rank in (1, 1, 2):
-        module = nn.Linear(12, 8)
+        module = nn.Linear(12, 8).requires_grad_(False)
         factors = {"lora_up.weight": torch.ones(8, rank), "lora_down.weight": torch.ones(rank, 12)}
         subject.attach(module, [Adapter("lora", factors, 1.0)])
         module(torch.ones(5, 12))
