@@ -104,6 +104,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     facts: Facts | None = None
     diagnosis: Diagnosis | None = None
     code: str = ""
+    script: str = ""
     written: int = 0
 
 
@@ -167,6 +168,15 @@ class Diagnose(msgspec.Struct, frozen=True, tag="diagnose"):
     limit: float = 600.0
 
 
+class Reproduce(msgspec.Struct, frozen=True, tag="reproduce"):
+    """The text of a script that shows what a peer gets wrong on a case, with the peer alone; ``what`` is its title."""
+
+    case: Case
+    subject: str
+    what: str
+    limit: float = 120.0
+
+
 class Load(msgspec.Struct, frozen=True, tag="load"):
     """Load the case's files onto weights made for it, with a loader, and merge them; the time by stage."""
 
@@ -224,7 +234,19 @@ class Effect(msgspec.Struct, frozen=True, tag="effect"):
 
 # Each gets one Answer within ``limit`` seconds.
 Request = (
-    Judge | Measure | LoadCode | Diagnose | Write | Compare | Load | TimeLoad | Join | CheckSum | TimeToggle | Effect
+    Judge
+    | Measure
+    | LoadCode
+    | Diagnose
+    | Reproduce
+    | Write
+    | Compare
+    | Load
+    | TimeLoad
+    | Join
+    | CheckSum
+    | TimeToggle
+    | Effect
 )
 Message = Hello | Stage | Answer
 

@@ -31,6 +31,7 @@ from fulldiff.harness.join import worker as join_worker
 from fulldiff.harness.judge import where
 from fulldiff.harness.load import worker as load_worker
 from fulldiff.harness.peers.diagnosis import diagnose
+from fulldiff.harness.peers.reproduction import script
 from fulldiff.harness.protocol import (
     PROTOCOL,
     Answer,
@@ -45,6 +46,7 @@ from fulldiff.harness.protocol import (
     Load,
     Measure,
     Message,
+    Reproduce,
     Request,
     Stage,
     TimeLoad,
@@ -102,6 +104,8 @@ def _answer(channel: BinaryIO, request: Request) -> Answer:
         return Answer(bench=bench_worker.run(request.case, request.seconds, _backend))
     if isinstance(request, Diagnose):
         return _diagnosed(request)
+    if isinstance(request, Reproduce):
+        return Answer(script=script(request.case, request.subject, _subject("runtime", request.subject), request.what))
     if isinstance(request, Write):
         return Answer(written=rewriting.write(request))
     if isinstance(request, Compare):

@@ -110,16 +110,26 @@ def _is_right(case: Case, subject: Subject) -> bool:
 
 def parts_of(case: Case, body: RuntimeCase, subject: Subject) -> dict[str, Part]:
     """The subject's output with the base, and with a base of zeros."""
-    whole = realise(case, body)
-    bias = None if whole.bias is None else torch.zeros_like(whole.bias)
-    bare = replace(whole, weight=torch.zeros_like(whole.weight), bias=bias)
     return {
-        name: _part(body, material, subject, observe(body, material, subject)[0].double())
-        for name, material in ((WITH_BASE, whole), (ALONE, bare))
+        name: _part(body, material, subject)
+        for name, material in zip((WITH_BASE, ALONE), materials(case, body), strict=True)
     }
 
 
-def _part(body: RuntimeCase, material: Material, subject: Subject, got: Tensor) -> Part:
+def materials(case: Case, body: RuntimeCase) -> tuple[Material, Material]:
+    """The case's tensors, and the same with a base weight and bias of zeros."""
+    whole = realise(case, body)
+    bias = None if whole.bias is None else torch.zeros_like(whole.bias)
+    return whole, replace(whole, weight=torch.zeros_like(whole.weight), bias=bias)
+
+
+def is_right(body: RuntimeCase, material: Material, subject: Subject) -> bool:
+    """Whether the subject's output with these tensors is the truth's; raises what the subject raises."""
+    return _part(body, material, subject).equals(Truth(POLICIES[subject.scale_policy]))
+
+
+def _part(body: RuntimeCase, material: Material, subject: Subject) -> Part:
+    got = observe(body, material, subject)[0].double()
     truth = Truth(POLICIES[subject.scale_policy])
     want = forward(truth, body, material)
     assert want is not None
