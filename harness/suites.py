@@ -55,7 +55,7 @@ SUITES: dict[str, Suite] = {
     ),
     "restore": Suite(
         "adapters come off in any order and leave the base bit for bit",
-        OURS,
+        {**OURS, **PEERS},
         restore_cases,
         named_restores,
         judge="fulldiff.harness.restore_judge:judge",

@@ -139,9 +139,9 @@ def test_a_peer_is_a_subject_or_says_how_to_install_it(name: str) -> None:
         assert "pip install" in str(absent)
         return
     assert isinstance(made, Subject)
-    with pytest.raises(Unsupported, match="dora_scale"):
-        tensors = {"lora_up.weight": seeded(2, 1), "lora_down.weight": seeded(1, 3), "dora_scale": seeded(2)}
-        made.attach(nn.Linear(3, 2), [Adapter("lora", tensors)])
+    with pytest.raises(Unsupported, match="fused"):
+        tensors = {"lora_up.weight": seeded(2, 1), "lora_down.weight": seeded(1, 3)}
+        made.attach(nn.Linear(3, 4), [Adapter("lora", tensors, rows=(2, 4))])
 
 
 def result(case: Case, outcome: Outcome) -> Result:

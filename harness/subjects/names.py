@@ -28,9 +28,15 @@ OURS = {
 PEERS = {
     "peft": "fulldiff.harness.subjects.peers.peft:Peft",
     "peft-merged": "fulldiff.harness.subjects.peers.peft:PeftMerged",
+    "peft-file": "fulldiff.harness.subjects.peers.peft_file:PeftFile",
+    "peft-unloaded": "fulldiff.harness.subjects.peers.peft_file:PeftUnloaded",
     "lycoris": "fulldiff.harness.subjects.peers.lycoris:Lycoris",
     "lycoris-bypass": "fulldiff.harness.subjects.peers.lycoris:LycorisBypass",
     "lycoris-merge": "fulldiff.harness.subjects.peers.lycoris:LycorisMerge",
+    "lycoris-file": "fulldiff.harness.subjects.peers.lycoris_file:LycorisFile",
+    "lycoris-functional": "fulldiff.harness.subjects.peers.lycoris_file:LycorisFunctional",
+    "diffusers": "fulldiff.harness.subjects.peers.diffusers:Diffusers",
+    "diffusers-fused": "fulldiff.harness.subjects.peers.diffusers:DiffusersFused",
 }
 FAULT = "fault:"
 # The bare layer as a way of a bench: the yardstick, no subject.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from torch import nn
+
 from fulldiff.harness.subjects import factors
 from fulldiff.harness.subjects.base import Adapter, Unsupported
 
@@ -30,6 +32,12 @@ def check(adapter: Adapter, kinds: Sequence[str], beyond: Sequence[str] = ()) ->
     ranks = {w: adapter.tensors[f"lokr_{w}_b"].shape[0] for w in ("w1", "w2") if f"lokr_{w}_b" in adapter.tensors}
     if len(set(ranks.values())) > 1:
         raise Unsupported(f"w1 of rank {ranks['w1']} with w2 of rank {ranks['w2']}: it has one rank per layer")
+
+
+def alone(module: nn.Module) -> None:
+    """Unsupported: a layer that has adapters already, for ways that take them all at once."""
+    if "forward" in module.__dict__:
+        raise Unsupported("adapters beside others: this way has them all at once")
 
 
 def alpha_of(adapter: Adapter) -> float | None:

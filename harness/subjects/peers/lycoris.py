@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fulldiff.harness.subjects import factors
 from fulldiff.harness.subjects.base import Adapter, Detach, Refused, Subject, Unsupported, replace_forward
-from fulldiff.harness.subjects.peers import alpha_of, check, library
+from fulldiff.harness.subjects.peers import alone, alpha_of, check, library
 
 CLASSES = {"lora": "LoConModule", "lokr": "LokrModule", "loha": "LohaModule"}
 CORES = {"lora_mid.weight", "lokr_t2", "hada_t1"}
@@ -72,8 +72,8 @@ class LycorisMerge(Lycoris):
     """The modules merged into (a copy of) the base, one after the other."""
 
     def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
+        alone(module)
         base: Any = copy.deepcopy(module)
-        base.__dict__.pop("forward", None)
         for adapter in adapters:
             self.build(base, adapter).merge_to(adapter.strength)
         return replace_forward(module, lambda x: base(x))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fulldiff.harness.subjects import factors
 from fulldiff.harness.subjects.base import Adapter, Detach, Refused, Subject, Unsupported, replace_forward
-from fulldiff.harness.subjects.peers import alpha_of, check, library
+from fulldiff.harness.subjects.peers import alone, alpha_of, check, library
 
 LAYER = "layer"
 LORA = {"lora_up.weight": "lora_B", "lora_down.weight": "lora_A"}
@@ -32,6 +32,7 @@ class Peft(Subject):
         self.peft = library("peft", "peft")
 
     def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
+        alone(module)
         for adapter in adapters:
             self._check(module, adapter)
         if not adapters:

@@ -1,0 +1,147 @@
+"""LyCORIS from a file (`create_lycoris_from_weights`), and its functional API.
+
+The functions take their factors as arguments. All document gamma as "normally alpha/rank", but the LoKr's divide by
+the rank themselves: they get alpha. The strength multiplies what they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import Tensor, nn
+
+from fulldiff.harness.files import fold
+from fulldiff.harness.files.writers import UnspellableError
+from fulldiff.harness.subjects import factors
+from fulldiff.harness.subjects.base import Adapter, Detach, Forward, Subject, Unsupported
+from fulldiff.harness.subjects.peers import alpha_of, check, library
+from fulldiff.harness.subjects.peers.files import decompose_factor, model_of, piece_of, row_for
+from fulldiff.harness.subjects.stacked import Stacked
+
+FILE = "adapter.safetensors"
+# Each function's arguments, in order.
+ARGUMENTS = {
+    "lora": ("lora_down.weight", "lora_up.weight", "lora_mid.weight"),
+    "loha": ("hada_w1_b", "hada_w1_a", "hada_w2_b", "hada_w2_a", "hada_t1", "hada_t2"),
+    "lokr": ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
+}
+CORES = {"lokr_t2", "hada_t1", "hada_t2"}
+MODULES = {"lora": "locon", "loha": "loha", "lokr": "lokr"}
+
+
+class LycorisFile(Subject):
+    """A network per adapter, from its file; applied with `apply_to`, taken off with `restore`."""
+
+    scale_policy = "lycoris"
+
+    def __init__(self) -> None:
+        self.lycoris = library("lycoris", "lycoris-lora")
+
+    def arithmetic(self, kind: str, dtype: str) -> tuple[str, str]:
+        """It reads a file's factors into parameters of f32."""
+        return "f32" if dtype == "f64" else dtype, ""
+
+    def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
+        for adapter in adapters:
+            self.check(module, adapter)
+        networks = [self.network(module, adapter) for adapter in adapters]
+
+        def detach() -> None:
+            for network in reversed(networks):
+                network.restore()
+
+        return detach
+
+    def check(self, module: Any, adapter: Adapter) -> None:
+        """Unsupported where LyCORIS writes no such file."""
+        factors.check(adapter)
+        if adapter.rows:
+            raise Unsupported("an adapter of a part of a fused layer")
+        if "diff_b" in adapter.tensors and adapter.kind != "diff":
+            raise Unsupported(f"{adapter.kind} with diff_b: LyCORIS has it in its full modules alone")
+        if adapter.tensors.get("dora_scale", module.weight).dim() == 1:
+            raise Unsupported("a dora_scale without the weight's axes: LyCORIS writes them")
+        if adapter.kind == "lokr":
+            sizes = factors.w1_sizes(adapter.tensors), factors.w2_sizes(adapter.tensors, module.weight.shape)
+            factorization = library("lycoris.functional", "lycoris-lora").factorization
+            if decompose_factor(sizes, factorization) is None:
+                raise Unsupported("LyCORIS's factorisation of this layer gives no such w1 and w2")
+
+    def network(self, module: nn.Module, adapter: Adapter) -> Any:
+        """LyCORIS's network of one adapter, applied."""
+        weight: Any = module.weight
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / FILE
+            try:
+                fold.save(path, "lycoris", [piece_of(module, adapter)])
+            except UnspellableError as error:
+                raise Unsupported(str(error)) from error
+            model = model_of(row_for(module).name, module)
+            network, _ = self.lycoris.create_lycoris_from_weights(adapter.strength, str(path), model)
+        network.apply_to()
+        return network.to(weight.dtype).requires_grad_(False).eval()
+
+
+class LycorisFunctional(Stacked):
+    """The sum of the layer's output and each adapter's `bypass_forward_diff`."""
+
+    scale_policy = "lycoris"
+
+    def __init__(self) -> None:
+        self.functions = {
+            kind: library(f"lycoris.functional.{name}", "lycoris-lora").bypass_forward_diff
+            for kind, name in MODULES.items()
+        }
+
+    def forward(self, module: nn.Module, adapters: Sequence[Adapter], base: Forward) -> Forward:
+        added = [self.added(module, adapter) for adapter in adapters]
+
+        def forward(x: Tensor) -> Tensor:
+            y = base(x)
+            return sum((each(x, y) for each in added), start=y)
+
+        return forward
+
+    def added(self, module: Any, adapter: Adapter) -> Callable[[Tensor, Tensor], Tensor]:
+        """(input, base output) → what one adapter adds."""
+        check(adapter, tuple(MODULES))
+        options = {}
+        if not isinstance(module, nn.Linear):
+            if module.padding_mode != "zeros" or module.groups > 1:
+                raise Unsupported("groups, or padding that is not zeros: its functions take a plain convolution's")
+            options = {"stride": module.stride, "padding": module.padding, "dilation": module.dilation}
+        shaped = _with_kernel(adapter, module.weight)
+        weights = [shaped.get(name) for name in ARGUMENTS[adapter.kind]]
+        typed = [None if weight is None else weight.to(module.weight.dtype) for weight in weights]
+        call, gamma = self.functions[adapter.kind], _gamma(adapter)
+
+        def add(x: Tensor, y: Tensor) -> Tensor:
+            made: Tensor = call(x, y, *typed, gamma=gamma, extra_args=options)
+            return made * adapter.strength
+
+        return add
+
+
+def _with_kernel(adapter: Adapter, weight: Tensor) -> dict[str, Tensor]:
+    """The factors with the kernel's axes, which files flatten and the functions want."""
+    made, kernel = dict(adapter.tensors), weight.shape[2:]
+    if not kernel:
+        return made
+    ones = (1,) * len(kernel)
+    for name, factor in adapter.tensors.items():
+        if name in ("hada_w1_b", "hada_w2_b", "lokr_w2_b") and not CORES & made.keys():
+            made[name] = factor.reshape(factor.shape[0], -1, *kernel)
+        elif name == "lokr_w2":
+            made[name] = factor.reshape(*factor.shape[:2], *kernel)
+        elif name in ("lora_up.weight", "lora_down.weight") and factor.dim() == 2:
+            made[name] = factor.reshape(*factor.shape, *ones)
+    return made
+
+
+def _gamma(adapter: Adapter) -> float:
+    rank, alpha = factors.rank(adapter.tensors) or 1, alpha_of(adapter)
+    known = float(rank) if alpha is None else alpha
+    return known if adapter.kind == "lokr" else known / rank

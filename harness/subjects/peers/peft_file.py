@@ -1,0 +1,154 @@
+"""PEFT from a file: adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` loads them.
+
+A LoKr's sizes follow from `decompose_factor` and its forms from the rank, so the config has the values that give
+the file's; where there are none, PEFT could not have written the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fulldiff.harness.files import fold
+from fulldiff.harness.files.writers import Piece, Written, write
+from fulldiff.harness.subjects import factors
+from fulldiff.harness.subjects.base import Adapter, Unsupported
+from fulldiff.harness.subjects.peers import library
+from fulldiff.harness.subjects.peers.files import (
+    FileSubject,
+    Session,
+    decompose_factor,
+    model_of,
+    piece_of,
+    row_for,
+    without_numbers,
+)
+
+FILE = "adapter_model.safetensors"
+CORES = {"lokr_t2", "hada_t1", "hada_t2"}
+
+
+class PeftFile(FileSubject):
+    """Loaded, active and unmerged."""
+
+    scale_policy = "peft"
+    merge = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peft = library("peft", "peft")
+        self.factorization = library("peft.tuners.lokr.layer", "peft").factorization
+
+    def open(self, base: nn.Module, adapters: Sequence[Adapter]) -> Session:
+        return PeftSession(base, self)
+
+    def check(self, module: nn.Module, adapter: Adapter) -> None:
+        if adapter.kind not in ("lora", "lokr", "loha"):
+            raise Unsupported(f"PEFT has no files of kind {adapter.kind}")
+        if adapter.rows:
+            raise Unsupported("an adapter of a part of a fused layer")
+        if more := sorted({"diff_b", "lora_mid.weight"} & adapter.tensors.keys()):
+            raise Unsupported(f"{adapter.kind} with {', '.join(more)}: PEFT's files have none")
+        if "dora_scale" in adapter.tensors and (adapter.kind != "lora" or adapter.strength != 1):
+            raise Unsupported("PEFT's DoRA is a LoRA's, and a strength that is not 1 is inside its norm: another rule")
+
+    def config(self, module: nn.Module, piece: Piece[Tensor]) -> dict[str, Any]:
+        """What a kind's config has beside ranks and alphas."""
+        if piece.kind == "lora":
+            return {}
+        more: dict[str, Any] = {"use_effective_conv2d": bool(CORES & piece.tensors.keys())}
+        if piece.kind == "lokr":
+            weight: Any = module.weight
+            factor = decompose_factor(_sizes(piece, weight), self.factorization)
+            if factor is None:
+                raise Unsupported("PEFT's factorisation of this layer gives no such w1 and w2")
+            more |= {"decompose_factor": factor, "decompose_both": "lokr_w1_a" in piece.tensors}
+        return more
+
+
+class PeftUnloaded(PeftFile):
+    """Loaded, and merged into the layer by `merge_and_unload`."""
+
+    merge = True
+
+
+class PeftSession(Session):
+    """A model of one layer, wrapped at the first adapter."""
+
+    def __init__(self, base: nn.Module, subject: PeftFile) -> None:
+        super().__init__(base)
+        self.subject, self.name = subject, row_for(base).name
+        self.model: Any = None
+        self.layer: Any = None
+        self.kind = ""
+
+    def load(self, folder: Path, name: str, adapter: Adapter) -> None:
+        if self.kind not in ("", adapter.kind):
+            raise Unsupported("adapters of several kinds on one layer: another PeftModel")
+        if self.subject.merge and self.layer is not None:
+            raise Unsupported("another adapter after merge_and_unload")
+        self.kind = adapter.kind
+        piece = piece_of(self.base, adapter)
+        shaped = dict(piece.tensors) | _magnitude(piece) | _cores(piece)
+        written = _with_rank(without_numbers(replace(piece, tensors=shaped)), self.base)
+        config = self.subject.config(self.base, written)
+        made = write("peft", [written])
+        assert made.config is not None
+        fold.put(folder / FILE, Written(made.tensors, made.metadata, made.config | config))
+        self._load(str(folder), name)
+
+    def _load(self, folder: str, name: str) -> None:
+        peft = self.subject.peft
+        if self.model is None:
+            self.model = peft.PeftModel(model_of(self.name, self.base), peft.PeftConfig.from_pretrained(folder), name)
+        result = self.model.load_adapter(folder, name)
+        if result.unexpected_keys:
+            raise Unsupported(f"PEFT makes no {', '.join(result.unexpected_keys)}")
+
+    def activate(self) -> None:
+        self.model.base_model.set_adapter(list(self.strengths))
+        self.layer = self.model.base_model.model.get_submodule(self.name)
+        for name, strength in self.strengths.items():
+            self.layer.set_scale(name, strength)
+        self.model.eval().requires_grad_(False)
+        if self.subject.merge:
+            self.layer = self.model.merge_and_unload().get_submodule(self.name)
+
+    def delete(self, name: str) -> None:
+        if not self.subject.merge:
+            self.model.delete_adapter(name)
+        elif self.strengths:
+            raise Unsupported("merge_and_unload keeps no adapter to take off")
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        return made
+
+
+def _sizes(piece: Piece[Tensor], weight: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    return factors.w1_sizes(piece.tensors), factors.w2_sizes(piece.tensors, weight.shape)
+
+
+def _magnitude(piece: Piece[Tensor]) -> dict[str, Tensor]:
+    """PEFT's magnitude of a linear layer has one axis, a convolution's the weight's, transposed."""
+    row = piece.rows[0]
+    shape = (1, -1, *[1] * len(row.kernel)) if row.kernel else (-1,)
+    return {name: flat.reshape(shape) for name, flat in fold.magnitude_for("peft", piece).items()}
+
+
+def _cores(piece: Piece[Tensor]) -> dict[str, Tensor]:
+    """PEFT gives the cores of a conv1d a second spatial dimension."""
+    return {name: core.unsqueeze(-1) for name, core in piece.tensors.items() if name in CORES and core.dim() == 3}
+
+
+def _with_rank(piece: Piece[Tensor], module: nn.Module) -> Piece[Tensor]:
+    """A LoKr of whole factors has the rank from which PEFT makes whole ones, and scale 1."""
+    if piece.kind != "lokr" or piece.rank is not None:
+        return piece
+    weight: Any = module.weight
+    rank = max(max(own) for own in _sizes(piece, weight))
+    return replace(piece, rank=rank, alpha=float(rank))
