@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -20,6 +21,8 @@ PROJECT = ROOT / "pyproject.toml"
 # What a backend's bench needs beside the project itself.
 EXTRAS = {"cpu": "unet", "cuda": "unet", "rocm": "unet", "vulkan": "vulkan"}
 PACKAGES = ("cases", "harness", "reference")
+# What the session `peers` checks, and what those hold each other to.
+PEERS = ("accelerate", "diffusers", "huggingface_hub", "lycoris_lora", "peft", "tokenizers", "transformers")
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "venv"
@@ -95,19 +98,33 @@ def gate(session: nox.Session) -> None:
     session.run("fulldiff", "gate", *(session.posargs or ["--base", "main"]))
 
 
+@nox.session
+def peers(session: nox.Session) -> None:
+    """Check what others wrote and write reports/peers.md; -- --latest takes their newest versions."""
+    latest = "--latest" in session.posargs
+    options = [option for option in session.posargs if option != "--latest"] or ["--profile", "ci"]
+    install(session, "peers", newest=PEERS if latest else ())
+    names = session.run("python", "-c", "from fulldiff.harness.subjects.names import PEERS; print(*PEERS)", silent=True)
+    for name in str(names).split():
+        # 1 is what a peer that is wrong ends with: the report says how.
+        session.run("fulldiff", "conform", "--subject", name, *options, success_codes=[0, 1])
+    session.run("fulldiff", "peers")
+
+
 def bench(session: nox.Session, backend: str) -> None:
     """One backend's bench."""
     install(session, EXTRAS[backend])
     session.run("fulldiff", "bench", "--backend", backend, *session.posargs)
 
 
-def install(session: nox.Session, extra: str = "", wanted: str = "") -> None:
+def install(session: nox.Session, extra: str = "", wanted: str = "", newest: Sequence[str] = ()) -> None:
     """Install torch, then this project (editable) with an extra, at the tested versions.
 
     Torch comes first and alone: only it may come from the other index, and the second step keeps
-    a torch that meets the constraints. The extra ``wanted`` is installed where it can be had.
+    a torch that meets the constraints. The extra ``wanted`` is installed where it can be had; the
+    packages ``newest`` at their newest release, whatever is tested.
     """
-    pinned = CONSTRAINTS.read_text()
+    pinned = "".join(line for line in CONSTRAINTS.open() if line.partition("==")[0] not in newest)
     default = re.search(r"^torch==.*$", pinned, re.MULTILINE)
     assert default, "constraints.txt has no line for torch"
     torch = os.environ.get("FULLDIFF_TORCH") or default[0]
@@ -119,6 +136,8 @@ def install(session: nox.Session, extra: str = "", wanted: str = "") -> None:
     pip_once(session, "torch", "--force-reinstall", *source, torch, constraints=constraints)
     target = f"{ROOT}[{extra}]" if extra else str(ROOT)
     pip_once(session, "project", "--editable", target, constraints=constraints)
+    if newest:
+        session.install("--constraint", str(constraints), "--upgrade", *newest)
     try:
         if wanted:
             pip_once(session, wanted, "--editable", f"{ROOT}[{wanted}]", constraints=constraints)
