@@ -118,7 +118,7 @@ def test_merging_eight_small_deltas_one_by_one_into_bf16_loses_most() -> None:
 
 
 def test_a_step_that_needs_more_memory_than_is_free_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    (workload,) = bench_plan.steps([(1024, 1024)], "bf16", 1)
+    workload = bench_plan.step((1024, 1024), "bf16", 1, bench_plan.ALL_LAYERS)
     assert isinstance(workload.case.body, StepCase)
     assert bench_plan.needed_bytes(workload.case.body) > 10 * 2**30
     monkeypatch.setattr(bench, "available_bytes", lambda: 2**30)

@@ -41,6 +41,18 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Lokr:
+    """The adapter of a whole step: rank 0 is a full w2; without ``convolutions`` the attention blocks alone have it."""
+
+    factor: int = FACTOR
+    rank: int = 0
+    convolutions: bool = True
+
+
+ALL_LAYERS = Lokr()
+
+
+@dataclass(frozen=True)
 class Shape:
     """A distinct layer of a model: how often it occurs with so many tokens at each image size."""
 
@@ -74,23 +86,25 @@ def plain(row: TableRow) -> Layer:
     return replace(row.layer, bias=True)
 
 
-def layers(models: Iterable[str], sizes: tuple[Size, ...], most: int | None) -> Iterator[Workload]:
+def layers(
+    models: Iterable[str], sizes: tuple[Size, ...], most: int | None, factor: int = FACTOR
+) -> Iterator[Workload]:
     """Each shape at 77 tokens and at its own token counts at each size, in both dtypes and forms."""
     for model in models:
         for shape in shapes(model, sizes)[:most]:
             for n in sorted({CLIP, *(n for n, _ in shape.counts)}):
                 for dtype in DTYPES:
                     for form, rank in FORMS.items():
-                        yield layer(shape, n, dtype, form, rank)
+                        yield layer(shape, n, dtype, form, rank, factor)
 
 
-def layer(shape: Shape, n: int, dtype: DType, form: str, rank: int) -> Workload:
+def layer(shape: Shape, n: int, dtype: DType, form: str, rank: int, factor: int) -> Workload:
     """One shape with so many tokens."""
     described = describe(shape.layer)
     at = {f"{h}×{w}": count for (tokens_at, (h, w)), count in shape.counts.items() if tokens_at == n}
-    body = RuntimeCase(shape.layer, (lokr_for(shape.layer, FACTOR, rank, dtype=dtype),), image(shape.layer, n), dtype)
+    body = RuntimeCase(shape.layer, (lokr_for(shape.layer, factor, rank, dtype=dtype),), image(shape.layer, n), dtype)
     labels = {"workload": "layer", "model": shape.model, "layer": described, "tokens": n, "dtype": dtype, "form": form}
-    name = f"{shape.model}-{described.replace(' ', '-').replace('×', 'x')}-{n}-{dtype}-r{rank}"
+    name = f"{shape.model}-{described.replace(' ', '-').replace('×', 'x')}-{n}-{dtype}-f{factor}-r{rank}"
     return Workload(labels | {"count_at": at}, Case(BenchCase(name, body, LAYER_WAYS), 1))
 
 
@@ -106,13 +120,13 @@ def file_layers(found: Match, n: int = 1024) -> Iterator[Workload]:
         yield Workload(labels | {"form": form, "layers": len(targets)}, Case(BenchCase(name, body, LAYER_WAYS), 1))
 
 
-def steps(sizes: Iterable[Size], dtype: DType, narrowed: int, rank: int = 0) -> Iterator[Workload]:
+def step(size: Size, dtype: DType, narrowed: int, lokr: Lokr) -> Workload:
     """A whole step of SDXL's UNet."""
-    for size in sizes:
-        body = StepCase("sdxl", size, STEP_WAYS, dtype, narrowed, FACTOR, rank)
-        labels = {"workload": "step", "model": "sdxl", "size": f"{size[0]}×{size[1]}", "dtype": dtype}
-        form = next(name for name, r in FORMS.items() if r == rank)
-        yield Workload(labels | {"narrowed": narrowed, "form": form}, Case(body, 1))
+    body = StepCase("sdxl", size, STEP_WAYS, dtype, narrowed, lokr.factor, lokr.rank, lokr.convolutions)
+    adapted = "all 788 adaptable layers" if lokr.convolutions else "the 722 layers of its attention blocks"
+    form = f"LoKr of factor {lokr.factor}, {f'rank {lokr.rank}' if lokr.rank else 'full w2'}, on {adapted}"
+    labels = {"workload": "step", "model": "sdxl", "size": f"{size[0]}×{size[1]}", "dtype": dtype}
+    return Workload(labels | {"narrowed": narrowed, "form": form}, Case(body, 1))
 
 
 def merges() -> Iterator[Workload]:

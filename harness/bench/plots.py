@@ -35,13 +35,16 @@ def plot(table: pd.DataFrame, path: Path) -> None:
 
 
 def scatter(axis: Any, cells: pd.DataFrame, title: str) -> None:
-    """Time ratio against extra memory, one point per cell."""
+    """Time ratio against memory, one point per cell."""
     for way, group in cells.groupby("way"):
-        axis.scatter(
-            group.extra.clip(lower=0) / MIB + 0.01, group.ratio, s=14, alpha=0.6, color=COLOURS[way], label=way
-        )
+        axis.scatter(beyond(group), group.ratio, s=14, alpha=0.6, color=COLOURS[way], label=way)
     axis.set_yscale("log")
-    decorate(axis, title, "peak memory beyond the bare layer, MiB")
+    decorate(axis, title, "memory beyond the bare layer, buffer and held, MiB")
+
+
+def beyond(cells: pd.DataFrame) -> pd.Series[float]:
+    """Peak of a call and what is held, MiB; never 0, for a logarithmic axis."""
+    return (cells.extra.clip(lower=0) + cells.held.clip(lower=0)) / MIB + 0.01
 
 
 def bars(axis: Any, sums: pd.DataFrame) -> None:
@@ -57,7 +60,7 @@ def bars(axis: Any, sums: pd.DataFrame) -> None:
 def pareto(axis: Any, steps: pd.DataFrame) -> None:
     """Whole steps: time against buffer and held bytes, one line of points per image size."""
     for (way, size), group in steps.groupby(["way", "size"]):
-        memory = (group.extra.clip(lower=0) + group.held.clip(lower=0)) / MIB + 0.01
+        memory = beyond(group)
         axis.scatter(memory, group.ratio, color=COLOURS[way], s=40)
         for x, y in zip(memory, group.ratio, strict=True):
             axis.annotate(f"{way} {size}", (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")

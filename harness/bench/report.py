@@ -149,7 +149,7 @@ def step_tables(steps: pd.DataFrame, cells: list[Cell]) -> list[str]:
     made = []
     for (narrowed, dtype, form), group in steps.groupby(["narrowed", "dtype", "form"]):
         width = "real size" if narrowed == 1 else f"channels divided by {narrowed:.0f}"
-        made.append(f"SDXL's UNet, {width}, random weights, {dtype}, LoKr factor 8 {form} on all its layers.")
+        made.append(f"SDXL's UNet, {width}, random weights, {dtype}, {form}.")
         made.append("Buffer: peak beyond what is resident; held: what the way keeps beyond the bare model, MiB.\n")
         made.append(step_table(group) + "\n")
     return made

@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +16,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fulldiff.cases.factors import lokr_for
-from fulldiff.cases.model import Case, CaseError, Layer, RuntimeCase, StepCase, case_id
+from fulldiff.cases.model import Case, Layer, RuntimeCase, StepCase, case_id
 from fulldiff.cases.tables import TableRow, load_table
 from fulldiff.harness import check, conform
 from fulldiff.harness.bench import plan as bench_plan
 from fulldiff.harness.bench import report as bench_report
-from fulldiff.harness.bench.plan import Workload
+from fulldiff.harness.bench.plan import Lokr, Workload
 from fulldiff.harness.files import match
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Judgement, Measure
-from fulldiff.harness.results import Cell, Environment, Result, Store, pooled, read
+from fulldiff.harness.results import Cell, Environment, Result, Store
 from fulldiff.harness.search import FINE, Engine
+from fulldiff.harness.shards import WHOLE, Shard, suffix, within
 
 SUBJECT = "runtime-lokr"
 CHECK_TOKENS, CHECK_CHANNELS = 4, 16
@@ -46,66 +46,55 @@ class Options:
     adapter: Path | None = None
     model: str = "sdxl"
     full: bool = False
+    lokr: Lokr = bench_plan.ALL_LAYERS
     seconds: float = 0.05
     budget: float = float("inf")
     threads: int = 1
     out: Path = Path("reports")
-    shard: tuple[int, int] = (1, 1)
+    shard: Shard = WHOLE
+
+    @property
+    def name(self) -> str:
+        """Of the report and the result lines."""
+        return f"{self.backend}{suffix(self.shard)}"
 
 
 def bench(options: Options, console: Console) -> bool:
-    """Check, measure, write the report; whether everything checked was right."""
+    """Check, measure, write the report; whether everything checked was right.
+
+    Raises:
+        BackendAbsent: before anything else; it says which piece is missing.
+    """
     runs = options.out / "runs"
+    with Worker(backend=options.backend) as worker:
+        worker.start()
     file = match.read(options.adapter, options.model) if options.adapter else None
-    outcome = conform.conform(SUBJECT, conform.PROFILES["quick"], 1, runs, sys.executable, console)
+    quick = conform.PROFILES["quick"]
+    outcome = conform.conform(SUBJECT, quick, 1, runs, sys.executable, console, shard=options.shard)
     conform.show(outcome, SUBJECT, console)
-    layers = check_layers(runs, console)
+    layers = check_layers(runs, console, options.shard)
     real = check_file(file, runs, console) if file else []
-    plan = list(planned(options, file))[options.shard[0] - 1 :: options.shard[1]]
+    plan = [workload for at, workload in enumerate(planned(options, file)) if within(options.shard, at)]
     cells, environment, missing = measure(plan, options, console)
     sections = bench_report.Sections(outcome.counts, layers, real, file, cells, environment, missing)
-    bench_report.write(sections, options.out, options.backend)
-    console.print(f"wrote {options.out / options.backend}.md, .png, .csv and .jsonl", highlight=False)
+    bench_report.write(sections, options.out, options.name)
+    console.print(f"wrote {options.out / options.name}.md, .png, .csv and .jsonl", highlight=False)
     checks = [check for cell in cells for check in cell.check.values()]
     right = all(r.judgement.outcome in FINE for r in [*layers, *real]) and all(c.outcome in FINE for c in checks)
     return outcome.ok and right
-
-
-def shard_of(text: str) -> tuple[int, int]:
-    """``2/4`` as (2, 4); raises CaseError."""
-    first, _, second = text.partition("/")
-    if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
-        raise CaseError(f"shard {text!r}: write i/n with 1 ≤ i ≤ n, such as 2/4")
-    return int(first), int(second)
-
-
-def put_together(files: list[Path], backend: str, out: Path) -> int:
-    """Write one report from the cells of several result files; how many of the quick plan are missing."""
-    lines = [line for path in files for line in read(path)]
-    cells = pooled(line for line in lines if isinstance(line, Cell) and line.backend == backend)
-    environments = [line for line in lines if isinstance(line, Environment)]
-    if not cells or not environments:
-        raise CaseError(f"{', '.join(map(str, files))}: no measured cells of backend {backend}")
-    missing = [w for w in planned(Options(backend), None) if case_id(w.case) not in cells]
-    results = [line for line in lines if isinstance(line, Result)]
-    outcomes: Counter[str] = Counter(result.judgement.outcome for result in results)
-    out.mkdir(parents=True, exist_ok=True)
-    sections = bench_report.Sections(outcomes, [], [], None, list(cells.values()), environments[0], missing)
-    bench_report.write(sections, out, backend)
-    return len(missing)
 
 
 def planned(options: Options, file: match.Match | None) -> Iterable[Workload]:
     """All workloads, the most telling first."""
     if file:
         yield from bench_plan.file_layers(file)
-    if options.full:
-        yield from bench_plan.steps(bench_plan.SIZES[:2], "bf16", 1)
-    yield from bench_plan.steps([(256, 256)], "f32", NARROWED)
+    yield bench_plan.step((256, 256), "f32", NARROWED, options.lokr)
     yield from bench_plan.merges()
-    yield from bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], bench_plan.SHAPES)
     if options.full:
-        yield from bench_plan.layers(bench_plan.MODELS, bench_plan.SIZES, None)
+        yield from (bench_plan.step(size, "bf16", 1, options.lokr) for size in bench_plan.SIZES)
+    yield from bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], bench_plan.SHAPES, options.lokr.factor)
+    if options.full:
+        yield from bench_plan.layers(bench_plan.MODELS, bench_plan.SIZES, None, options.lokr.factor)
 
 
 def measure(plan: list[Workload], options: Options, console: Console) -> tuple[list[Cell], Environment, list[Workload]]:
@@ -113,7 +102,7 @@ def measure(plan: list[Workload], options: Options, console: Console) -> tuple[l
 
     One launch after the other: the first gives every cell, the others narrow its intervals.
     """
-    path = options.out / "runs" / f"{options.backend}.jsonl"
+    path = options.out / "runs" / f"{options.name}.jsonl"
     end = time.monotonic() + options.budget * 60
     with (
         Worker(threads=options.threads, timed=True, backend=options.backend, forked=True) as worker,
@@ -129,7 +118,7 @@ def measure(plan: list[Workload], options: Options, console: Console) -> tuple[l
                 worker.stop()
     cells = store.cells()
     store.finish()
-    shutil.copyfile(path, options.out / f"{options.backend}.jsonl")
+    shutil.copyfile(path, options.out / f"{options.name}.jsonl")
     return list(cells.values()), environment, [w for w in plan if case_id(w.case) not in cells]
 
 
@@ -181,11 +170,12 @@ def available_bytes() -> int | None:
     return known[0] if known else pages
 
 
-def check_layers(runs: Path, console: Console) -> list[Result]:
+def check_layers(runs: Path, console: Console, shard: Shard = WHOLE) -> list[Result]:
     """runtime-lokr on every distinct SDXL layer shape, full w2 and rank 16 in turn, few tokens."""
     rows: dict[Layer, TableRow] = {row.layer: row for row in load_table("sdxl") if row.in_locon}
     cases = {row.name: _check_case(layer, (0, 16)[at % 2]) for at, (layer, row) in enumerate(rows.items())}
-    return _check({name: Case(body, 1) for name, body in cases.items()}, "SDXL layers", runs, console)
+    own = {name: Case(body, 1) for at, (name, body) in enumerate(cases.items()) if within(shard, at)}
+    return _check(own, f"SDXL layers{suffix(shard)}", runs, console)
 
 
 def _check_case(layer: Layer, rank: int) -> RuntimeCase:

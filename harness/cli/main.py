@@ -24,6 +24,7 @@ from fulldiff.harness.devices import devices as find_devices
 from fulldiff.harness.manager import BackendAbsent, Worker, WorkerError
 from fulldiff.harness.results import Result, ResultsError
 from fulldiff.harness.search import FINE
+from fulldiff.harness.shards import shard_of
 from fulldiff.harness.suites import SUITES
 
 CONFORMANCE, USAGE, ABSENT, HARNESS = 1, 2, 5, 70
@@ -45,6 +46,7 @@ def conform(
     seed: int = 1,
     python: Python = sys.executable,
     expect: Annotated[Path | None, typer.Option(help="Known failures (TOML) of your subject")] = None,
+    shard: Annotated[str, typer.Option(help="i/n: every n-th case, from the i-th; see `fulldiff report`")] = "1/1",
     out: Out = Path("reports"),
 ) -> None:
     """Check a subject against the full diff on named and generated cases. Run again to resume."""
@@ -54,7 +56,8 @@ def conform(
         raise typer.BadParameter(f"profile {profile!r}: use {', '.join(conforming.PROFILES)}")
     known = conforming.expectations(subject, expect)
     chosen = conforming.PROFILES[profile]
-    outcome = conforming.conform(subject, chosen, seed, out / "runs", python, console, known, suite)
+    part = shard_of(shard)
+    outcome = conforming.conform(subject, chosen, seed, out / "runs", python, console, known, suite, part)
     conforming.show(outcome, subject, console)
     if outcome.counts["absent"]:
         raise typer.Exit(ABSENT)
@@ -191,6 +194,9 @@ def bench(
     adapter: Annotated[Path | None, typer.Option(help="An adapter file of yours (safetensors), measured too")] = None,
     model: Annotated[str, typer.Option(help="The file's base: sdxl, sd15, flux or zimage")] = "sdxl",
     full: Annotated[bool, typer.Option(help="All models' shapes and sizes; SDXL's UNet at real size")] = False,
+    factor: Annotated[int, typer.Option(help="The LoKr's factor")] = 8,
+    rank: Annotated[int, typer.Option(help="The LoKr's rank on the whole UNet; 0: full w2")] = 0,
+    attention_only: Annotated[bool, typer.Option(help="On the UNet's 722 attention layers, not all 788")] = False,
     shard: Annotated[str, typer.Option(help="i/n: only every n-th cell, from the i-th (1 to n)")] = "1/1",
     budget: Annotated[float | None, typer.Option(help="Minutes of measuring; default 3, with --full no limit")] = None,
     seconds: Annotated[float, typer.Option(help="At least so long per cell, beside the minimum of blocks")] = 0.05,
@@ -207,8 +213,10 @@ def bench(
 
         raise typer.Exit(0 if bench_vulkan.bench(out, threads, (budget or 0) * 60, console) else CONFORMANCE)
     from fulldiff.harness.bench import run as benching
+    from fulldiff.harness.bench.plan import Lokr
 
-    options = benching.Options(backend, adapter, model, full, seconds, minutes, threads, out, benching.shard_of(shard))
+    own = Lokr(factor, rank, not attention_only)
+    options = benching.Options(backend, adapter, model, full, own, seconds, minutes, threads, out, shard_of(shard))
     raise typer.Exit(0 if benching.bench(options, console) else CONFORMANCE)
 
 
