@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fulldiff.cases.model import Case, CaseError, decode
+from fulldiff.cases.model import Case, CaseError, case_id, decode
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import LoadCode
-from fulldiff.harness.results import Environment, Result, Store
+from fulldiff.harness.results import Environment, Planned, Result, Store
 from fulldiff.harness.search import FINE, Engine, Search, save
+from fulldiff.harness.shards import WHOLE, Shard, has, suffix
 from fulldiff.harness.suites import SUITES, Suite
 
 
@@ -99,40 +100,57 @@ def conform(
     console: Console,
     known: Sequence[Expectation] = (),
     suite: str = "runtime",
+    shard: Shard = WHOLE,
 ) -> Outcome:
     """Run the suite's named and generated cases on ``subject``; result lines go to ``folder``, and resume there."""
-    name = subject.replace(":", "-").replace("/", "-")
     chosen = SUITES[suite]
-    path = folder / (f"conform-{name}-{seed}.jsonl" if suite == "runtime" else f"conform-{suite}-{name}-{seed}.jsonl")
     named = named_cases(chosen, profile) | {e.pinned: named_case(e.pinned) for e in known if e.pinned}
     with Worker(python) as worker, Progress(console=console, disable=not console.is_terminal) as progress:
-        store = Store.begin(path, environment(worker, subject, suite))
-        task = progress.add_task(f"conform {subject}", total=len(named) + profile.examples)
+        store = Store.begin(folder / file_name(subject, seed, suite, shard), environment(worker, subject, suite))
+        ids = {label: case_id(case) for label, case in named.items()}
+        store.plan(Planned(suite, subject, seed, shard, ids, profile.examples))
+        task = progress.add_task(f"conform {subject}", total=(len(named) + profile.examples) // shard[1])
         engine = Engine(store, worker, subject, on_result=lambda _: progress.advance(task))
-        results = [engine.observe(case, label) for label, case in named.items()]
+        results = [engine.observe(case, label) for label, case in named.items() if has(shard, ids[label])]
 
         def expected(result: Result) -> bool:
-            return any(e.matches(result) and e.outcome == result.judgement.outcome for e in known)
+            return excused(result, known)
 
         bad = {f"named case {r.name}": r for r in results if r.judgement.outcome not in FINE and not expected(r)}
-        search = Search(engine, profile.examples, profile.seconds, expected=expected)
+        search = Search(engine, profile.examples, profile.seconds, expected=expected, shard=shard)
         found = bad | dict(search.run(chosen.generated(), seed))
     everything = [result for result in store.results() if result.subject == subject]
     store.finish()
     paths = save(found, folder / "findings")
-    return Outcome(Counter(r.judgement.outcome for r in everything), found, paths, stale(known, everything))
+    # What matches no case of one shard may match one of another: `fulldiff report` sees all.
+    wrong = stale(known, everything) + (unmatched(known, everything) if shard == WHOLE else [])
+    return Outcome(Counter(r.judgement.outcome for r in everything), found, paths, wrong)
 
 
-def stale(known: Sequence[Expectation], results: list[Result]) -> list[str]:
-    """Expectations that match no case, or whose pinned example no longer ends as expected."""
-    found = []
-    for entry in known:
-        if not any(entry.matches(result) for result in results):
-            found.append(f"{entry.pattern}: matches no case")
-        pinned_results = [r for r in results if entry.pinned and r.name == entry.pinned]
-        if any(result.judgement.outcome != entry.outcome for result in pinned_results):
-            found.append(f"{entry.pattern}: its pinned example {entry.pinned} is no longer {entry.outcome}")
-    return found
+def file_name(subject: str, seed: int, suite: str, shard: Shard) -> str:
+    """The file of a run's result lines."""
+    first = "" if suite == "runtime" else f"{suite}-"
+    return f"conform-{first}{subject.replace(':', '-').replace('/', '-')}-{seed}{suffix(shard)}.jsonl"
+
+
+def excused(result: Result, known: Sequence[Expectation]) -> bool:
+    """Whether the result is a known failure."""
+    return any(entry.matches(result) and entry.outcome == result.judgement.outcome for entry in known)
+
+
+def stale(known: Sequence[Expectation], results: Sequence[Result]) -> list[str]:
+    """Expectations whose pinned example no longer ends as expected."""
+    ends = {result.name: result.judgement.outcome for result in results if result.name}
+    return [
+        f"{entry.pattern}: its pinned example {entry.pinned} is no longer {entry.outcome}"
+        for entry in known
+        if entry.pinned in ends and ends[entry.pinned] != entry.outcome
+    ]
+
+
+def unmatched(known: Sequence[Expectation], results: Sequence[Result]) -> list[str]:
+    """Expectations that match no case."""
+    return [f"{e.pattern}: matches no case" for e in known if not any(e.matches(result) for result in results)]
 
 
 def show(outcome: Outcome, subject: str, console: Console) -> None:

@@ -16,9 +16,18 @@ from hypothesis.strategies import SearchStrategy
 
 from fulldiff.cases.model import Case, RuntimeCase, case_id, encode
 from fulldiff.harness.manager import Worker
+from fulldiff.harness.protocol import Outcome
 from fulldiff.harness.results import Result, Store
+from fulldiff.harness.shards import WHOLE, Shard, has
 
 FINE = ("passed", "unsupported", "refused")
+# The higher, the worse.
+RANKS: dict[Outcome, int] = {
+    "passed": 0,
+    "unsupported": 1, "refused": 1,
+    "wrong": 2, "not finite": 2, "raised": 2,
+    "crashed": 3, "timed out": 3, "out of memory": 3, "absent": 3,
+}  # fmt: skip
 Expected = Callable[[Result], bool]
 
 
@@ -55,7 +64,10 @@ class Engine:
 
 @dataclass
 class Search:
-    """One subject's search: how many cases, how long, and what it has found (diagnosis → smallest case)."""
+    """One subject's search: how many cases, how long, and what it has found (diagnosis → smallest case).
+
+    Every shard draws the same cases, and runs its own.
+    """
 
     engine: Engine
     examples: int
@@ -64,6 +76,7 @@ class Search:
     expected: Expected = lambda result: False
     first_only: bool = False
     first_after: int = 0
+    shard: Shard = WHOLE
     found: dict[str, Result] = field(default_factory=dict)
     _classes: dict[str, type[Finding]] = field(default_factory=dict)
     _ran: int = 0
@@ -110,6 +123,8 @@ class Search:
             if now > end or self._ran >= self.examples:
                 raise SearchOver
             self._ran += 1
+            if not has(self.shard, case_id(case)):
+                return
         elif now - self._shrinking_since > self.shrink_seconds:
             raise SearchOver
         result = self.engine.observe(case)

@@ -1,4 +1,4 @@
-"""``--shard i/n``: every n-th of a list from the i-th on, so that n machines do each of it once."""
+"""``--shard i/n``: a part of a plan, so that n machines do each of it once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ def shard_of(text: str) -> Shard:
 
 
 def within(shard: Shard, at: int) -> bool:
-    """Whether the ``at``-th of a list (from 0) is the shard's."""
+    """Whether the ``at``-th of a list (from 0) is the shard's: every n-th, from the i-th on."""
     return at % shard[1] == shard[0] - 1
+
+
+def has(shard: Shard, case: str) -> bool:
+    """Whether the case of that id is the shard's, wherever it comes from: its id ends in a hash."""
+    return within(shard, int(case.rsplit("/", 1)[1], 16))
 
 
 def suffix(shard: Shard) -> str:

@@ -6,57 +6,65 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from fulldiff.harness.gate import report as gate_report
-from fulldiff.harness.gate.run import GateError, Launches, Report, accept, accepted_bytes, compare_stored, side_of
+from fulldiff.harness.gate.baseline import accept, accepted_bytes
+from fulldiff.harness.gate.launches import Figures
+from fulldiff.harness.gate.run import ORDER, Measure, Report, compare_stored, gate
+from fulldiff.harness.gate.sides import GateError
 from fulldiff.harness.gate.stats import BLOCKS, Block, Verdict, estimate, verdicts
-from fulldiff.harness.protocol import Judgement
+from fulldiff.harness.protocol import Judgement, Outcome
 from fulldiff.harness.results import Cell, Store
 
 SESSIONS = 500
+DRIFT = 0.03
+CELLS = ("changed", "other", "third")
 
 
-def made(chance: random.Random, change: float, noise: float, blocks: int = BLOCKS, drift: float = 0.03) -> list[Block]:
-    """Launches of 1 ms with a slow drift over the session, each with its own noise; heads ``change`` slower."""
-    total, found, phase = 4 * blocks, [], chance.random() * 6
-    for block in range(blocks):
-        times = []
-        for place in range(4):
-            slow = 1 + change if place in (1, 2) else 1.0
-            slope = drift * math.sin(phase + 3 * (4 * block + place) / total)
-            times.append(1e-3 * slow * (1 + slope) * math.exp(chance.gauss(0, noise)))
-        found.append((times[0], times[1], times[2], times[3]))
-    return found
+def machine(chance: random.Random, change: float, noise: float) -> Measure:
+    """Launches of 1 ms on a machine that drifts slowly, each with a noise of its own; the head's first cell is
+    ``change`` slower."""
+    phase, launched = chance.random() * 6, [0]
+
+    def measure(label: str, place: str, names: Sequence[str]) -> dict[str, Figures]:
+        launched[0] += 1
+        slow = 1e-3 * (1 + DRIFT * math.sin(phase + 3 * launched[0] / (4 * BLOCKS)))
+        heads = {"changed": 1 + change if place == "head" else 1.0}
+        return {
+            name: Figures("passed", "", slow * heads.get(name, 1.0) * math.exp(chance.gauss(0, noise)), slow, 64)
+            for name in names
+        }
+
+    return measure
 
 
-def session(chance: random.Random, change: float, noise: float, cells: int = 3) -> list[Verdict]:
-    """A whole gate on made timings: undecided cells doubled once, flagged cells confirmed; only cell 0 changes."""
-    changes = {f"cell {at}": change if at == 0 else 0.0 for at in range(cells)}
-    blocks = {name: made(chance, own, noise) for name, own in changes.items()}
-    first = verdicts({name: estimate(own) for name, own in blocks.items()})
-    for name, verdict in first.items():
-        if verdict in ("INCONCLUSIVE", "UNFIT"):
-            blocks[name] += made(chance, changes[name], noise)
-    report = Report(blocks=blocks)
-    again = [name for name, verdict in report.verdicts.items() if verdict == "REGRESSED"]
-    report.confirmed = {name: estimate(made(chance, changes[name], noise)).slower for name in again}
-    return list(report.verdicts.values())
+def made(chance: random.Random, change: float, noise: float) -> list[Block]:
+    """The blocks of one cell."""
+    measure = machine(chance, change, noise)
+    times = [[measure("", place, ["changed"])["changed"].seconds for place in ORDER] for _ in range(BLOCKS)]
+    return [(a, b, c, d) for a, b, c, d in times]
+
+
+def session(chance: random.Random, change: float, noise: float) -> dict[str, Verdict]:
+    """The verdicts of a whole gate on such a machine."""
+    return gate(CELLS, machine(chance, change, noise)).verdicts
 
 
 def shares(change: float, noise: float, sessions: int = SESSIONS) -> Counter[str]:
     """Verdicts on the changed cell, over many sessions."""
     chance = random.Random(f"{change} {noise}")
-    return Counter(session(chance, change, noise)[0] for _ in range(sessions))
+    return Counter(session(chance, change, noise)["changed"] for _ in range(sessions))
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.01, 0.02])
 def test_the_same_code_is_hardly_ever_flagged(noise: float) -> None:
     chance = random.Random(7)
-    flagged = sum("REGRESSED" in session(chance, 0.0, noise) for _ in range(SESSIONS))
+    flagged = sum("REGRESSED" in session(chance, 0.0, noise).values() for _ in range(SESSIONS))
     assert flagged <= 0.01 * SESSIONS
 
 
@@ -145,24 +153,6 @@ def test_junit_and_json_say_the_same() -> None:
     assert found["cells"]["a"]["verdict"] == "EQUIVALENT"
 
 
-def test_a_killed_gate_goes_on_and_measures_no_launch_twice(tmp_path: Path) -> None:
-    path, ran = tmp_path / "gate.jsonl", []
-
-    def launch(name: str) -> dict[str, float]:
-        ran.append(name)
-        return {"a": 1.0}
-
-    first = Launches(path)
-    first.get("one", lambda: launch("one"))
-    path.write_text(path.read_text() + '{"launch": "torn')
-    again = Launches(path)
-    again.get("one", lambda: launch("one"))
-    again.get("two", lambda: launch("two"))
-    assert ran == ["one", "two"]
-    again.finish()
-    assert not path.exists()
-
-
 def test_stored_files_gate_on_bytes_and_lost_cells_only(tmp_path: Path) -> None:
     for name, count in (("base", 100), ("head", 150)):
         store = Store(tmp_path / f"{name}.jsonl")
@@ -170,15 +160,43 @@ def test_stored_files_gate_on_bytes_and_lost_cells_only(tmp_path: Path) -> None:
         if name == "base":
             store.add(Cell("gone", "cpu", {}, {"w": [1.0]}, {"w": 1}, {}))
         store.close()
-    report = compare_stored(tmp_path / "base.jsonl", tmp_path / "head.jsonl", {})
+    report = compare_stored(tmp_path / "base.jsonl", tmp_path / "head.jsonl")
     assert report.changed_bytes == {"same w": (100, 150)}
     assert report.worse == {"gone w": "measured before, lost now"}
     assert not report.estimates
 
 
-def test_what_is_no_side_is_refused_by_name() -> None:
-    with (
-        pytest.raises(GateError, match="'no-such-revision' is no folder, subject or git revision"),
-        side_of("no-such-revision", "runtime-lokr", "python"),
-    ):
-        pass
+@pytest.mark.parametrize(
+    ("base", "head", "code", "where", "words"),
+    [
+        ("passed", "crashed", 1, "worse", "passed before, crashed now"),
+        ("passed", "out of memory", 1, "worse", "passed before, out of memory now"),
+        ("passed", "unsupported", 1, "worse", "passed before, unsupported now"),
+        ("raised", "raised", 1, "worse", "planned, but not measured: raised before, raised now"),
+        ("unsupported", "unsupported", 4, "left_out", "unsupported before, unsupported now"),
+        ("crashed", "passed", 4, "left_out", "crashed before, passed now"),
+    ],
+)
+def test_a_planned_cell_that_was_not_measured_fails_unless_there_is_nothing_to_compare(
+    base: Outcome, head: Outcome, code: int, where: str, words: str
+) -> None:
+    def measure(label: str, place: str, names: Sequence[str]) -> dict[str, Figures]:
+        outcome = base if place == "base" else head
+        return {name: Figures(outcome, "", float(outcome == "passed")) for name in names}
+
+    report = gate(["a"], measure)
+    assert getattr(report, where) == {"a": words}
+    assert report.exit_code == code
+    assert words in gate_report.markdown(report)
+    also = gate(["a", "b"], lambda *at: measure(*at) | {"b": Figures("passed", "", 1.0)})
+    assert also.exit_code == (1 if code == 1 else 0)
+    assert set(also.blocks) == {"b"}
+
+
+def test_a_wrong_output_in_the_timed_calls_fails() -> None:
+    report = gate(["a"], lambda _, place, names: {"a": Figures("wrong" if place == "head" else "passed", "", 1.0)})
+    assert report.worse == {"a": "passed before, wrong now"}
+
+
+def test_a_gate_without_cells_or_cases_is_not_ok() -> None:
+    assert Report().exit_code == 4

@@ -126,7 +126,7 @@ def _ids(path: Path) -> list[str]:
 MANAGERS = (
     "bench.join", "bench.load", "bench.run", "bench.vulkan", "check", "check_report", "cli.main", "conform", "convert",
     "devices", "fault_table", "gate.report", "gate.run", "join.report", "join.run", "load.files", "peers.report",
-    "search", "suites",
+    "search", "suites", "together",
 )  # fmt: skip
 
 

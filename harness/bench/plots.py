@@ -29,7 +29,9 @@ def plot(table: pd.DataFrame, path: Path) -> None:
     scatter(axes[0], shown[shown.workload == "layer"], "single layers")
     if len(layers):
         bars(axes[1], steps_of_layers(layers))
-    pareto(axes[2], shown[shown.workload == "step"])
+    steps = shown[shown.workload == "step"]
+    if len(steps):
+        pareto(axes[2], steps)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -146,6 +146,8 @@ def tally(results: list[Result]) -> str:
 
 def step_tables(steps: pd.DataFrame, cells: list[Cell]) -> list[str]:
     """Compute buffer, held bytes, seconds and ratio of each way, one table per dtype and width."""
+    if steps.empty:
+        return ["No whole step was measured.\n"]
     made = []
     for (narrowed, dtype, form), group in steps.groupby(["narrowed", "dtype", "form"]):
         width = "real size" if narrowed == 1 else f"channels divided by {narrowed:.0f}"

@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 console, errors = Console(), Console(stderr=True)
+FORMS = ("markdown", "json")
 Subject = Annotated[str, typer.Option(help="runtime-lokr, full-diff, … or package.module:Name")]
 Out = Annotated[Path, typer.Option(help="The folder for reports; result lines go to its runs/")]
+Expect = Annotated[Path | None, typer.Option(help="Known failures (TOML) of your subject")]
 
 
 def gate(
@@ -24,6 +26,7 @@ def gate(
     head_python: Annotated[str, typer.Option(help="The interpreter that runs the head")] = sys.executable,
     cells: Annotated[int, typer.Option(help="How many cells to time")] = 3,
     threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
+    expect: Expect = None,
     form: Annotated[str, typer.Option("--format", help="markdown or json")] = "markdown",
     junit: Annotated[Path | None, typer.Option(help="Write a JUnit file")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write a JSON file")] = None,
@@ -33,25 +36,25 @@ def gate(
 
     Exit code 1: conformance; 3: regression; 4: unfit machine or inconclusive. A gate that was killed goes on.
     """
-    from fulldiff.harness import conform as conforming
     from fulldiff.harness.gate import report as gate_report
     from fulldiff.harness.gate import run as gating
-    from fulldiff.harness.gate.stats import BLOCKS
+    from fulldiff.harness.gate.baseline import accepted_bytes
+    from fulldiff.harness.gate.sides import side_of
 
-    accepted = gating.accepted_bytes(out / "baseline")
+    if form not in FORMS:
+        raise typer.BadParameter(f"--format {form!r}: use {' or '.join(FORMS)}")
+    accepted = accepted_bytes(out / "baseline")
     if base.endswith(".jsonl") and head.endswith(".jsonl"):
-        report = gating.compare_stored(Path(base), Path(head), accepted)
+        report = gating.compare_stored(Path(base), Path(head), expect)
     else:
         with (
-            gating.side_of(base, subject, base_python) as one,
-            gating.side_of(head, subject, head_python) as other,
+            side_of(base, subject, base_python) as one,
+            side_of(head, subject, head_python) as other,
             Progress(console=errors, disable=not errors.is_terminal) as progress,
         ):
-            task = progress.add_task("gate: blocks", total=2 * BLOCKS)
-            path = out / "runs" / f"gate-{gating.digest(one, other)}.jsonl"
-            report = gating.gate(one, other, cells, threads, accepted, path, lambda: progress.advance(task))
-            report.worse = gating.conformance(one, other, conforming.PROFILES["quick"])
-            gating.Launches(path).finish()
+            task = progress.add_task("gate: blocks", total=None)
+            report = gating.compare(one, other, cells, threads, expect, out / "runs", lambda: progress.advance(task))
+    report.accepted = accepted
     print(gate_report.text_of(report, form))
     if junit:
         junit.write_text(gate_report.junit(report), encoding="utf-8")
@@ -71,28 +74,35 @@ def accept(
     out: Out = Path("reports"),
 ) -> None:
     """Write the line that lets a changed number of bytes pass the gate: baseline/accepted.jsonl."""
-    from fulldiff.harness.gate import run as gating
+    from fulldiff.harness.gate import baseline as baselines
 
-    gating.accept(out / "baseline", cell, peak_bytes, reason)
-    console.print(f"wrote {out / 'baseline' / 'accepted.jsonl'}; commit it", highlight=False)
+    baselines.accept(out / "baseline", cell, peak_bytes, reason)
+    console.print(f"wrote {out / 'baseline' / baselines.NAME}; commit it", highlight=False)
 
 
 @baseline.command(name="list")
 def list_accepted(out: Out = Path("reports")) -> None:
     """List what is accepted."""
-    from fulldiff.harness.gate import run as gating
+    from fulldiff.harness.gate.baseline import accepted_bytes
 
-    for cell, count in gating.accepted_bytes(out / "baseline").items():
+    for cell, count in accepted_bytes(out / "baseline").items():
         console.print(f"{count:>15,} bytes  {cell}", highlight=False, markup=False)
 
 
 def report(
     files: Annotated[list[Path], typer.Argument(help="Result files (JSON lines) of shards or machines")],
-    backend: Annotated[str, typer.Option(help="Whose report to write")] = "cpu",
+    expect: Expect = None,
     out: Out = Path("reports"),
 ) -> None:
-    """Put the bench cells of several result files together in one report, and say what is missing."""
-    from fulldiff.harness.bench import run as benching
+    """Put shards and machines together: conform runs into conform.md, bench cells into BACKEND.md.
 
-    missing = benching.put_together(files, backend, out)
-    console.print(f"wrote {out / backend}.md from {len(files)} files; {missing} planned cells are missing")
+    Exit code 1: a case failed, or an expectation is stale; 4: a planned case or cell is missing, by name.
+    """
+    from fulldiff.harness import together
+
+    found = together.report(files, expect, out)
+    for path in found.written:
+        console.print(f"wrote {path} from {len(files)} files", highlight=False)
+    for line in [*found.failed, *found.missing]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if found.failed else 4 if found.missing else 0)

@@ -46,7 +46,7 @@ def conform(
     seed: int = 1,
     python: Python = sys.executable,
     expect: Annotated[Path | None, typer.Option(help="Known failures (TOML) of your subject")] = None,
-    shard: Annotated[str, typer.Option(help="i/n: every n-th case, from the i-th; see `fulldiff report`")] = "1/1",
+    shard: Annotated[str, typer.Option(help="i/n: the i-th of n parts; see `fulldiff report`")] = "1/1",
     out: Out = Path("reports"),
 ) -> None:
     """Check a subject against the full diff on named and generated cases. Run again to resume."""

@@ -20,7 +20,7 @@ def markdown(report: Report) -> str:
     parts = [f"### fulldiff gate: {WORDS[report.exit_code]}\n"]
     if report.estimates:
         parts.append(str(pd.DataFrame(_times(report)).to_markdown(index=False, disable_numparse=True)) + "\n")
-    parts += [f"- {line}" for line in problems(report)]
+    parts += [f"- {line}" for line in [*problems(report), *notes(report)]]
     return "\n".join([*parts, ""])
 
 
@@ -53,6 +53,13 @@ def problems(report: Report) -> list[str]:
     return found
 
 
+def notes(report: Report) -> list[str]:
+    """What was compared beside the times, and what there was nothing to compare of."""
+    return [f"not timed: {name}: {text}" for name, text in report.left_out.items()] + [
+        f"{report.cases} cases compared, {len(report.worse)} things worse"
+    ]
+
+
 def as_json(report: Report) -> dict[str, Any]:
     """All of it, for a program."""
     return {
@@ -71,6 +78,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "peak_bytes": report.peak_bytes,
         "changed_bytes": report.changed_bytes,
         "worse": report.worse,
+        "left_out": report.left_out,
+        "cases": report.cases,
     }
 
 
