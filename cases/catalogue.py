@@ -77,6 +77,8 @@ def _known_bugs() -> Named:
     yield "d1-low-rank-square", _linear(square, 8, 12, values="exact")
     yield "d1-low-rank", _linear(lokr((2, 3), (5, 7), w2_rank=4, alpha=half), 10, 21, values="exact")
     yield "d2-factored-w1", _linear(lokr((3, 5), (4, 2), w1_rank=2, alpha=half), 12, 10, values="exact")
+    # The rank of w1 is both its sizes: a wrong order of its factors fits.
+    yield "d2-factored-w1-square", _linear(lokr((4, 4), (2, 3), w1_rank=4, alpha=half), 8, 12, values="exact")
     conv, kernel = _conv_layer("conv2d", 8, 12), (3, 3)
     yield "d3-conv-batch", _conv(lokr((2, 3), (4, 4), kernel), conv, batch=2, values="exact")
     whole = lokr((2, 3), (4, 4))
@@ -189,6 +191,14 @@ def _squares() -> Named:
     yield "diff-with-alpha", _linear(diff((8, 15), alpha=Alpha("0d", 2.0)), 8, 15, values="exact")
 
 
+def _low_rank_kernels() -> Named:
+    """Low-rank w2 of a convolution whose kernel is not square, and of rank 1: its factors' sizes mislead."""
+    oblong = Layer("conv2d", 8, 12, (3, 2), (1, 1), (1, 0), (1, 1))
+    yield "lokr-oblong-kernel", _conv(lokr((2, 3), (4, 4), (3, 2), w2_rank=2), oblong, values="exact")
+    low = lokr((2, 3), (4, 4), (3, 3), w2_rank=1)
+    yield "lokr-kernel-of-rank-1", _conv(low, _conv_layer("conv2d", 8, 12), values="exact")
+
+
 def _alphas() -> Named:
     ignored = lokr((2, 3), (4, 5), alpha=Alpha("0d", 9999999999.0, "f16"), dtype="f16")
     yield "both-full-alpha-infinite", _linear(ignored, 8, 15, dtype="f16", values="exact")
@@ -247,7 +257,7 @@ def _form_case(kind: Kind, kernel: Shape, adapter: Adapter, dtype: DType, values
 
 def _catalogue() -> dict[str, Case]:
     found: dict[str, Case] = {}
-    for group in (_known_bugs, _crashes, _corners, _groups_and_geometry, _squares, _alphas, _forms):
+    for group in (_known_bugs, _crashes, _corners, _groups_and_geometry, _squares, _low_rank_kernels, _alphas, _forms):
         for name, body in group():
             if name in found:
                 raise ValueError(f"two catalogue cases are called {name}")

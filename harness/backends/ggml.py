@@ -33,6 +33,7 @@ CPU, GPU, INTEGRATED = 0, 1, 2  # ggml_backend_dev_type
 # result:arguments; p pointer, s text, i int, q int64, z size_t, b bool, v nothing.
 SIGNATURES = {
     "ggml_version": "s:",
+    "ggml_abort": "v:sis",
     "ggml_free": "v:p",
     "ggml_tensor_overhead": "z:",
     "ggml_graph_overhead_custom": "z:zb",

@@ -8,6 +8,7 @@ Nothing is guarded here: the factors are used as stored, sizes are read where th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -31,6 +32,9 @@ class SdcppOrder(Ggml):
         self.cut = cut and backend == "vulkan"
 
     def forward(self, module: nn.Module, adapters: Sequence[Adapter], x: Tensor) -> Tensor:
+        for adapter in adapters:
+            if adapter.kind != "lokr" or adapter.rows or {"dora_scale", "diff_b"} & adapter.tensors.keys():
+                raise Unsupported(f"{adapter.kind}: this is stable-diffusion.cpp's path for a plain LoKr")
         if not x.numel():
             return empty(module, x)
         with Graph(self.session) as g:
@@ -46,8 +50,6 @@ class SdcppOrder(Ggml):
         return finish(module, x, result, made.shape)
 
     def _branch(self, made: Layer, adapter: Adapter, h: Node, sizes: Sequence[int]) -> Node:
-        if adapter.kind != "lokr" or adapter.rows or {"dora_scale", "diff_b"} & adapter.tensors.keys():
-            raise Unsupported(f"{adapter.kind}: this is stable-diffusion.cpp's path for a plain LoKr")
         g, names = made.g, ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b")
         t = {name: _factor(made, adapter, name) for name in names if f"lokr_{name}" in adapter.tensors}
         run = self._linear if made.shape is None else _convolution
@@ -80,36 +82,43 @@ def _convolution(made: Layer, t: dict[str, Node], h: Node) -> Node:
     g, shape = made.g, made.shape
     assert shape is not None
     uq, up = _w1_sizes(g, t)
+    vp = g.sizes(t["w2"])[3] if "w2" in t else g.sizes(t["w2_a"])[1]  # D5: of a 2-D w2, 1
     channels, batch = g.sizes(h)[2:]
     split = g.reshape(h, *g.sizes(h)[:2], channels // uq, uq * batch)
     if "w2" in t:
         hb = _convolve(g, t["w2"], split, shape)
     else:
-        hb = _convolve(g, t["w2_a"], _convolve(g, t["w2_b"], split, shape), None)
-    width, height, vp = g.sizes(hb)[:3]
+        hb = _convolve(g, t["w2_a"], _convolve(g, _unpacked(g, t["w2_b"], channels // uq), split, shape), None)
+    width, height = g.sizes(hb)[:2]
     merged = g.cont(g.transpose(g.reshape(hb, width * height * vp, uq * batch)))  # D3: images mixed with w1's columns
     hc = g.cont(g.transpose(_two(g, t, "w1", merged)))
     return g.reshape(hc, width, height, up * vp, batch)
 
 
 def _convolve(g: Graph, kernel: Node, x: Node, shape: Geometry | None) -> Node:
+    """The shape's convolution (None: of one position); a 2-D kernel is one of 1×1, unless a channel count fits."""
     settings = (1, 1, 0, 0, 1, 1)
     if shape is not None:
         settings = (*shape.stride[:2], *shape.padding[:2], *shape.dilation[:2])
+    inp, out, *rest = g.sizes(kernel)
+    if rest == [1, 1] and out > 1 and g.sizes(x)[2] != 1:
+        kernel = g.reshape(kernel, 1, 1, inp, out)
     return int(g.call.ggml_conv_2d(g.context, kernel, x, *settings))
 
 
+def _unpacked(g: Graph, kernel: Node, channels: int) -> Node:
+    """A flat w2_b as the square kernel that its columns make: of a Tucker's (t2 is read nowhere), as 1×1."""
+    columns, rank = g.sizes(kernel)[:2]
+    side = math.isqrt(columns // channels)
+    if side * side * channels != columns:
+        g.call.ggml_abort(b"ggml_extend.hpp", 0, b"GGML_ASSERT(k * k * h_split->ne[2] == a->ne[0])")
+    return g.reshape(kernel, side, side, columns // (side * side), rank)
+
+
 def _factor(made: Layer, adapter: Adapter, name: str) -> Node:
-    """The factor as stored; those of w2 on a convolution in f16, unpacked to the kernel's four sizes."""
+    """The factor as stored; those of w2 on a convolution in f16."""
     tensor = adapter.tensors[f"lokr_{name}"].float()
-    if made.shape is None or name.startswith("w1"):
-        return made.g.tensor(tensor)
-    if name == "w2_a":
-        return made.g.tensor(tensor.half(), 1, 1, *reversed(tensor.shape))
-    if name == "w2_b":
-        width, height, _ = made.shape.kernel
-        return made.g.tensor(tensor.half(), width, height, tensor.shape[1] // (width * height), tensor.shape[0])
-    return made.g.tensor(tensor.half())  # D5: a 2-D w2 of a 1×1 kernel stays 2-D
+    return made.g.tensor(tensor if made.shape is None or name.startswith("w1") else tensor.half())
 
 
 def _w1_sizes(g: Graph, t: dict[str, Node]) -> tuple[int, int]:
