@@ -93,9 +93,10 @@ def bench_join(session: nox.Session) -> None:
 
 @nox.session
 def gate(session: nox.Session) -> None:
-    """Gate this project's own runtime LoKr against main; or: -- --base REVISION."""
+    """Gate this project's own runtime LoKr against main; or: -- --base REVISION --subject planned."""
     install(session)
-    session.run("fulldiff", "gate", *(session.posargs or ["--base", "main"]))
+    base = [] if "--base" in session.posargs else ["--base", "main"]
+    session.run("fulldiff", "gate", *base, *session.posargs)
 
 
 @nox.session
