@@ -20,7 +20,10 @@ from fulldiff.harness.subjects.base import Adapter as Loaded
 from fulldiff.harness.subjects.peers.files import decompose_factor, is_refusal
 from fulldiff.harness.subjects.registry import SubjectError, subject
 
-FILE_PEERS = ("peft-file", "peft-unloaded", "lycoris-file", "diffusers", "diffusers-fused")
+ROOM = "fulldiff.harness.subjects.peers"
+# Saved by the peer itself and loaded from there: the same adapter.
+SAVED = (f"{ROOM}.peft_file:PeftSaved", f"{ROOM}.lycoris_file:LycorisSaved", f"{ROOM}.diffusers:DiffusersSaved")
+FILE_PEERS = ("peft-file", "peft-unloaded", "lycoris-file", "diffusers", "diffusers-fused", *SAVED)
 ALPHA = Alpha("0d", 2.0, "f32")
 LINEAR, CONV = Layer("linear", 12, 20), Layer("conv2d", 12, 20, (3, 3), (1, 1), (1, 1), (1, 1))
 

@@ -7,6 +7,7 @@ the UNet for those (diffusers' names, alpha folded in as that loader wants it).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Diffusers(FileSubject):
     scale_policy = "diffusers"
     family: Writer = "kohya"
     fuse = False
+    save = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +79,12 @@ class DiffusersFused(Diffusers):
     fuse = True
 
 
+class DiffusersSaved(Diffusers):
+    """Loaded, saved by diffusers (`save_lora_adapter`) and loaded from there."""
+
+    save = True
+
+
 class PipelineSession(Session):
     """A pipeline with one tiny model in which the layer sits under ``name``."""
 
@@ -86,6 +94,18 @@ class PipelineSession(Session):
         self.model: Any = getattr(pipeline, part)
         self.model.set_submodule(name, base)
         self.fused = False
+
+    def load(self, folder: Path, name: str, adapter: Adapter) -> None:
+        self.unfuse()
+        self.load_file(folder, name, adapter)
+        if self.subject.save:
+            self.model.save_lora_adapter(str(folder), name, weight_name=FILE)
+            self.model.delete_adapters(name)
+            self.model.load_lora_adapter(str(folder), prefix=None, weight_name=FILE, adapter_name=name)
+
+    @abstractmethod
+    def load_file(self, folder: Path, name: str, adapter: Adapter) -> None:
+        """Write the file that the pipeline loads, and load it."""
 
     def activate(self) -> None:
         self.unfuse()
@@ -121,8 +141,7 @@ class UNetSession(PipelineSession):
         )  # fmt: skip
         super().__init__(base, subject, pipeline, "unet", row_for(base).name)
 
-    def load(self, folder: Path, name: str, adapter: Adapter) -> None:
-        self.unfuse()
+    def load_file(self, folder: Path, name: str, adapter: Adapter) -> None:
         piece = piece_of(self.base, adapter)
         options = {"weight_name": FILE, "adapter_name": name}
         if adapter.kind == "lora":
@@ -143,10 +162,9 @@ class ZImageSession(PipelineSession):
         pipeline = diffusers.ZImagePipeline(None, None, None, None, model)
         super().__init__(base, subject, pipeline, "transformer", Z_IMAGE_LINEAR)
 
-    def load(self, folder: Path, name: str, adapter: Adapter) -> None:
+    def load_file(self, folder: Path, name: str, adapter: Adapter) -> None:
         if adapter.kind != "lokr":
             raise Unsupported("adapters of several kinds on one layer")
-        self.unfuse()
         tensors = {f"diffusion_model.{self.name}.{key}": t.contiguous() for key, t in adapter.tensors.items()}
         save_file(tensors, folder / FILE)
         self.pipeline.load_lora_weights(str(folder), weight_name=FILE, adapter_name=name)

@@ -18,7 +18,7 @@ from fulldiff.harness.files.writers import UnspellableError
 from fulldiff.harness.subjects import factors
 from fulldiff.harness.subjects.base import Adapter, Detach, Forward, Subject, Unsupported
 from fulldiff.harness.subjects.peers import alpha_of, check, library
-from fulldiff.harness.subjects.peers.files import decompose_factor, model_of, piece_of, row_for
+from fulldiff.harness.subjects.peers.files import copied, decompose_factor, model_of, piece_of, row_for
 from fulldiff.harness.subjects.stacked import Stacked
 
 FILE = "adapter.safetensors"
@@ -36,6 +36,7 @@ class LycorisFile(Subject):
     """A network per adapter, from its file; applied with `apply_to`, taken off with `restore`."""
 
     scale_policy = "lycoris"
+    save = False
 
     def __init__(self) -> None:
         self.lycoris = library("lycoris", "lycoris-lora")
@@ -72,17 +73,29 @@ class LycorisFile(Subject):
 
     def network(self, module: nn.Module, adapter: Adapter) -> Any:
         """LyCORIS's network of one adapter, applied."""
-        weight: Any = module.weight
         with TemporaryDirectory() as folder:
             path = Path(folder) / FILE
             try:
                 fold.save(path, "lycoris", [piece_of(module, adapter)])
             except UnspellableError as error:
                 raise Unsupported(str(error)) from error
-            model = model_of(row_for(module).name, module)
-            network, _ = self.lycoris.create_lycoris_from_weights(adapter.strength, str(path), model)
+            if self.save:
+                self.loaded(copied(module), path, adapter.strength).save_weights(str(path), None, {})
+            return self.loaded(module, path, adapter.strength)
+
+    def loaded(self, module: nn.Module, path: Path, strength: float) -> Any:
+        """The network of a file, applied to the layer, in its dtype."""
+        weight: Any = module.weight
+        model = model_of(row_for(module).name, module)
+        network, _ = self.lycoris.create_lycoris_from_weights(strength, str(path), model)
         network.apply_to()
         return network.to(weight.dtype).requires_grad_(False).eval()
+
+
+class LycorisSaved(LycorisFile):
+    """Loaded, saved by LyCORIS (`save_weights`) and loaded from there."""
+
+    save = True
 
 
 class LycorisFunctional(Stacked):

@@ -21,6 +21,7 @@ from fulldiff.harness.subjects.peers import library
 from fulldiff.harness.subjects.peers.files import (
     FileSubject,
     Session,
+    copied,
     decompose_factor,
     model_of,
     piece_of,
@@ -37,6 +38,7 @@ class PeftFile(FileSubject):
 
     scale_policy = "peft"
     merge = False
+    save = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +78,12 @@ class PeftUnloaded(PeftFile):
     merge = True
 
 
+class PeftSaved(PeftFile):
+    """Loaded, saved by PEFT (`save_pretrained`) and loaded from there."""
+
+    save = True
+
+
 class PeftSession(Session):
     """A model of one layer, wrapped at the first adapter."""
 
@@ -99,15 +107,20 @@ class PeftSession(Session):
         made = write("peft", [written])
         assert made.config is not None
         fold.put(folder / FILE, Written(made.tensors, made.metadata, made.config | config))
-        self._load(str(folder), name)
+        if self.subject.save:
+            first = self._loaded(None, copied(self.base), folder, name)
+            first.save_pretrained(str(folder), selected_adapters=[name])
+            folder = folder / name
+        self.model = self._loaded(self.model, self.base, folder, name)
 
-    def _load(self, folder: str, name: str) -> None:
+    def _loaded(self, model: Any, base: nn.Module, folder: Path, name: str) -> Any:
+        """The model, or a new one of this layer, with the adapter in it."""
         peft = self.subject.peft
-        if self.model is None:
-            self.model = peft.PeftModel(model_of(self.name, self.base), peft.PeftConfig.from_pretrained(folder), name)
-        result = self.model.load_adapter(folder, name)
+        made = model or peft.PeftModel(model_of(self.name, base), peft.PeftConfig.from_pretrained(str(folder)), name)
+        result = made.load_adapter(str(folder), name)
         if result.unexpected_keys:
             raise Unsupported(f"PEFT makes no {', '.join(result.unexpected_keys)}")
+        return made
 
     def activate(self) -> None:
         self.model.base_model.set_adapter(list(self.strengths))
