@@ -6,6 +6,7 @@ A test that fails says that a newer peer is right: then the finding goes. PEFT 0
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 
 from fulldiff.cases.catalogue import CATALOGUE
 from fulldiff.cases.model import Case, case_id
+from fulldiff.harness.peers import matrix
 from fulldiff.harness.peers import report as reporting
+from fulldiff.harness.peers.confirm import Reproduction
+from fulldiff.harness.peers.report import Finding
 from fulldiff.harness.protocol import Diagnosis, Judgement, Outcome
 from fulldiff.harness.results import Result
 from fulldiff.harness.subjects.base import Adapter, Subject, Unsupported
@@ -150,7 +154,7 @@ def result(case: Case, outcome: Outcome) -> Result:
 
 def test_the_matrix_counts_results_by_kind_and_layer() -> None:
     linear, conv = CATALOGUE["d1-low-rank"], CATALOGUE["form-w1full-full-conv1d-f64-exact"]
-    rows = reporting.matrix({"peft": [result(linear, "passed"), result(conv, "wrong"), result(conv, "unsupported")]})
+    rows = matrix.table({"peft": [result(linear, "passed"), result(conv, "wrong"), result(conv, "unsupported")]})
     cells = [cell.strip() for cell in rows.splitlines()[-1].split("|")[1:-1]]
     assert cells == ["peft", "lokr", "1 right", "**1 wrong, 1 left out**", "–", "–"]
 
@@ -161,3 +165,24 @@ def test_results_are_grouped_by_the_fault_that_explains_the_most() -> None:
         "peft", [(one, Diagnosis(("a", "b"))), (two, Diagnosis(("b",)))], lambda one: Diagnosis()
     )
     assert [(finding.cause, len(finding.results)) for finding in found] == [("equals: b", 2)]
+
+
+def test_a_reproduction_is_named_after_the_cause() -> None:
+    causes = ["equals: kron-not-unsqueezed or kron-swapped", "raised at lokr.py:20: RuntimeError", "unknown (x)"]
+    assert [reporting.slug(cause) for cause in causes] == ["kron-not-unsqueezed", "raised-at-lokr-py-20", "unknown"]
+
+
+def test_what_is_not_confirmed_is_not_in_the_table_of_findings() -> None:
+    one, two = (result(CATALOGUE[name], "wrong") for name in ("d1-low-rank", "d7-rank-1"))
+    held, failed = Reproduction("peft-a.py", True, "differs"), Reproduction("peft-b.py", False, "right")
+    found = [Finding("peft", "equals: a", (one,), held), Finding("peft", "equals: b", (two,), failed)]
+    text = reporting.section("peft", found)
+    table, _, rest = text.partition("Not confirmed, so not counted:")
+    assert "equals: a" in table and "(reproductions/peft-a.py)" in table
+    assert "equals: b" not in table
+    assert f"equals: b, `{two.id}`: right" in rest
+
+
+def test_the_plot_is_written(tmp_path: Path) -> None:
+    matrix.plot({"peft": [result(CATALOGUE["d1-low-rank"], "wrong")]}, tmp_path / "peers.png")
+    assert (tmp_path / "peers.png").read_bytes()[1:4] == b"PNG"

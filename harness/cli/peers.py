@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -45,23 +46,34 @@ def diagnose(
 def peers(
     out: Annotated[Path, typer.Option(help="The folder for peers.md; result lines are in its runs/")] = Path("reports"),
     seed: Annotated[int, typer.Option(help="The seed of the conform runs")] = 1,
-    into: Annotated[Path | None, typer.Option(help="Write the report here instead")] = None,
+    bench: Annotated[bool, typer.Option("--bench", help="First measure the peers' runtime ways beside ours")] = False,
+    budget: Annotated[float, typer.Option(help="Minutes of measuring at most")] = 10.0,
+    seconds: Annotated[float, typer.Option(help="At least so long per workload, beside the minimum of blocks")] = 0.05,
+    threads: Annotated[int, typer.Option(help="Threads of torch while measuring")] = os.cpu_count() or 1,
 ) -> None:
-    """Diagnose what `fulldiff conform --subject PEER` found for each peer, and write peers.md."""
+    """Diagnose what `fulldiff conform --subject PEER` found, reproduce it with the peer alone, and write peers.md.
+
+    Run it in an environment that has the peers. Exit code 1: a finding's reproduction does not confirm it.
+    """
+    from fulldiff.harness.peers import bench as benching
     from fulldiff.harness.peers import report as reporting
 
     runs = reporting.load(out / "runs", PEERS, seed)
     if not runs:
         raise typer.BadParameter(f"no runs of {', '.join(PEERS)} in {out / 'runs'}: run fulldiff conform first")
+    if bench:
+        benching.bench(out / "runs", seconds, budget * 60, threads, console)
+    found = {}
     with Worker() as worker, Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("diagnose", total=None)
-        found = {
-            peer: reporting.findings(peer, results, worker, lambda: progress.advance(task))
-            for peer, results in runs.items()
-        }
-    path = into or out / "peers.md"
-    path.write_text(reporting.markdown(runs, found))
-    console.print(f"{sum(map(len, found.values()))} findings of {len(runs)} peers; wrote {path}")
+        task = progress.add_task("diagnose and reproduce", total=None)
+        for peer, results in runs.items():
+            made = reporting.findings(peer, results, worker, lambda: progress.advance(task))
+            found[peer] = reporting.confirmed(made, worker, out, lambda: progress.advance(task))
+    reporting.write(runs, found, out)
+    every = [finding for own in found.values() for finding in own]
+    held = sum(finding.confirmed for finding in every)
+    console.print(f"{held} of {len(every)} findings of {len(runs)} peers confirmed; wrote {out / 'peers.md'}")
+    raise typer.Exit(0 if held == len(every) else CONFORMANCE)
 
 
 def register(app: typer.Typer) -> None:

@@ -1,28 +1,30 @@
 """The report on peers: what their conform runs found, by kind and layer, and why each wrong result is wrong.
 
-A function of the result lines and the installed peer, which diagnosis runs again on its wrong cases.
+A function of the result lines and the installed peers, which diagnosis and reproductions run again on wrong cases.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pandas as pd
 
-from fulldiff.cases.model import SPATIAL_DIMS, RuntimeCase
+from fulldiff.cases.model import RuntimeCase
 from fulldiff.harness.manager import Worker
+from fulldiff.harness.peers import bench, matrix, policies
+from fulldiff.harness.peers.confirm import FOLDER, Reproduction, reproduce
+from fulldiff.harness.peers.matrix import RIGHT, UNTAKEN, WRONG
 from fulldiff.harness.protocol import Diagnose, Diagnosis
 from fulldiff.harness.results import Result, read
 from fulldiff.harness.search import diagnosis as failure
 from fulldiff.harness.search import size
 
-PACKAGES = ("peft", "lycoris-lora", "torch")
-WRONG = ("wrong", "not finite")
-RIGHT, UNTAKEN = ("passed",), ("refused", "unsupported", "absent")
+PACKAGES = ("peft", "lycoris-lora", "diffusers", "torch")
 # Of each failure (outcome, forms, layer) so many results are diagnosed; more tell nothing new.
 PER_FAILURE = 4
 
@@ -32,9 +34,18 @@ What shipped implementations do with the cases of the runtime suite: y = (W + Δ
 float64. A cell says how many cases were right, wrong (the output differs by more than rounding explains),
 failed (raised or crashed) and left out (no parameters or loader for that form). Wrong results are diagnosed:
 every known fault of the reference, singly and in pairs, is run on the same case, and the one that gives the
-peer's numbers is named. Written by `fulldiff peers` from the lines of `fulldiff conform --subject PEER`.
+peer's numbers is named. Each finding has a script that needs the peer alone, run in a clean interpreter:
+what it does not confirm is no finding. Written by `fulldiff peers` from the lines of
+`fulldiff conform --subject PEER`.
 
 Versions: {versions}.
+
+"""
+POLICIES = """
+
+## Policies
+
+Where implementations agree to differ each is judged by its own rule; none of these is a finding.
 
 """
 
@@ -46,6 +57,11 @@ class Finding:
     peer: str
     cause: str
     results: tuple[Result, ...]
+    reproduction: Reproduction | None = None
+
+    @property
+    def confirmed(self) -> bool:
+        return self.reproduction is not None and self.reproduction.confirmed
 
     @property
     def smallest(self) -> Result:
@@ -103,7 +119,7 @@ def explained(
         cause, most = counts.most_common(1)[0]
         same = tuple(result for result, found in left if cause in found.equals)
         common = set.intersection(*(set(found.equals) for _, found in left if cause in found.equals))
-        causes = " or ".join(name for name in counts if counts[name] == most and name in common)
+        causes = " or ".join(sorted(name for name in counts if counts[name] == most and name in common))
         made.append(Finding(peer, f"equals: {causes}", same))
         left = [(result, found) for result, found in left if cause not in found.equals]
     unknown: dict[str, list[Result]] = defaultdict(list)
@@ -115,10 +131,42 @@ def explained(
     return made
 
 
+def confirmed(found: Sequence[Finding], worker: Worker, out: Path, progress: Callable[[], None]) -> list[Finding]:
+    """The findings with their reproductions, written to ``out``/reproductions and run."""
+    made: list[Finding] = []
+    taken: Counter[str] = Counter()
+    for finding in found:
+        name = f"{finding.peer}-{slug(finding.cause)}"
+        taken[name] += 1
+        path = out / FOLDER / f"{name}{f'-{taken[name]}' if taken[name] > 1 else ''}.py"
+        shown = reproduce(finding.smallest.case, finding.peer, f"{finding.peer}: {finding.cause}", worker, path)
+        made.append(replace(finding, reproduction=shown))
+        progress()
+    return made
+
+
+def slug(cause: str) -> str:
+    """A file name that stays the same from run to run: the first fault's name, or where it raised."""
+    if not cause.startswith(("equals: ", "raised at ", "crashed at ")):
+        return "unknown"
+    first = cause.removeprefix("equals: ").split(" or ")[0].split(": ")[0]
+    return re.sub("[^a-z0-9]+", "-", first.lower()).strip("-")
+
+
+def write(runs: Mapping[str, Sequence[Result]], found: Mapping[str, Sequence[Finding]], out: Path) -> None:
+    """Write peers.md and peers.png."""
+    matrix.plot(runs, out / "peers.png")
+    (out / "peers.md").write_text(markdown(runs, found) + bench.section(out / "runs"))
+
+
 def markdown(runs: Mapping[str, Sequence[Result]], found: Mapping[str, Sequence[Finding]]) -> str:
-    """The text of reports/peers.md."""
-    parts = [HEAD.format(versions=", ".join(versions())), "## Matrix\n\n", matrix(runs), "\n\n## Findings\n\n"]
-    return "".join(parts) + "\n".join(_section(peer, own) for peer, own in found.items())
+    """The text of reports/peers.md, but for the bench."""
+    parts = [
+        HEAD.format(versions=", ".join(versions())), "## Matrix\n\n", matrix.table(runs),
+        "\n\n![The share of wrong cases](peers.png)", POLICIES, policies.table(policies.policies(runs)),
+        "\n\n## Findings\n\n",
+    ]  # fmt: skip
+    return "".join(parts) + "\n".join(section(peer, own) for peer, own in found.items())
 
 
 def versions() -> list[str]:
@@ -133,43 +181,21 @@ def _version(name: str) -> str:
         return "absent"
 
 
-def matrix(runs: Mapping[str, Sequence[Result]]) -> str:
-    """Implementation and kind × layer; a case with adapters of several kinds is in none of the rows."""
-    cells: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    for peer, results in runs.items():
-        for result in results:
-            body = result.case.body
-            kinds = {adapter.kind for adapter in body.adapters} if isinstance(body, RuntimeCase) else set()
-            if isinstance(body, RuntimeCase) and len(kinds) == 1:
-                cells[peer, kinds.pop(), body.layer.kind][_class(result)] += 1
-    rows = dict.fromkeys((peer, kind) for peer, kind, _ in cells)
-    frame = pd.DataFrame(
-        {"implementation": peer, "kind": kind} | {layer: _cell(cells[peer, kind, layer]) for layer in SPATIAL_DIMS}
-        for peer, kind in rows
-    )
-    return str(frame.to_markdown(index=False))
+def section(peer: str, own: Sequence[Finding]) -> str:
+    """One peer's findings: those confirmed as a table, then the others with what their scripts said."""
+    shown = [finding for finding in own if finding.confirmed]
+    table = pd.DataFrame(map(_row, shown)).to_markdown(index=False) if shown else "Nothing found."
+    rest = "".join(_unconfirmed(finding) for finding in own if not finding.confirmed)
+    return f"### {peer}\n\n{table}\n" + (f"\nNot confirmed, so not counted:\n\n{rest}" if rest else "")
 
 
-def _class(result: Result) -> str:
-    outcome = result.judgement.outcome
-    known = {"passed": "right"} | dict.fromkeys(WRONG, "wrong") | dict.fromkeys(UNTAKEN, "left out")
-    return known.get(outcome, "failed")
-
-
-def _cell(counts: Counter[str]) -> str:
-    shown = [f"{counts[name]} {name}" for name in ("right", "wrong", "failed", "left out") if counts[name]]
-    text = ", ".join(shown) or "–"
-    return f"**{text}**" if counts["wrong"] or counts["failed"] else text
-
-
-def _section(peer: str, own: Sequence[Finding]) -> str:
-    if not own:
-        return f"### {peer}\n\nNothing found.\n"
-    frame = pd.DataFrame(_row(finding) for finding in own)
-    return f"### {peer}\n\n{frame.to_markdown(index=False)}\n"
+def _unconfirmed(finding: Finding) -> str:
+    said = finding.reproduction.said if finding.reproduction else "no script"
+    return f"- {finding.cause}, `{finding.smallest.id}`: {said}\n"
 
 
 def _row(finding: Finding) -> dict[str, str]:
+    assert finding.reproduction is not None
     smallest = finding.smallest
     judgement = smallest.judgement
     claim = judgement.claim
@@ -180,6 +206,7 @@ def _row(finding: Finding) -> dict[str, str]:
         "on": ", ".join(sorted({_where(result) for result in finding.results})),
         "smallest case": f"`{smallest.id}`",
         "expected / got": numbers,
+        "reproduction": f"[{finding.reproduction.name}]({FOLDER}/{finding.reproduction.name})",
     }
 
 
