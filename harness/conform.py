@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from rich.console import Console
@@ -59,6 +60,9 @@ class Expectation:
         named = (result.id, result.name)
         return any(fnmatch.fnmatchcase(name, self.pattern) for name in named)
 
+    def excuses(self, result: Result) -> bool:
+        return self.matches(result) and self.outcome == result.judgement.outcome
+
 
 class ExpectationError(ValueError):
     """An expectations file that cannot be read; the message names the file."""
@@ -72,6 +76,7 @@ class Outcome:
     findings: dict[str, Result]
     paths: dict[str, Path]
     stale: list[str]
+    excused: Counter[Expectation]
 
     @property
     def ok(self) -> bool:
@@ -79,11 +84,18 @@ class Outcome:
 
 
 def expectations(subject: str, path: Path | None = None) -> list[Expectation]:
-    """What is expected of the subject: ``path``, else cases/expectations/<subject>.toml, else nothing."""
-    own = files("fulldiff.cases") / "expectations" / f"{subject}.toml"
-    if path is None and not own.is_file():
-        return []
-    source = own if path is None else path
+    """What is expected of the subject: ``path``, else cases/expectations/<subject>.toml, else nothing.
+
+    Of a subject ``name@backend`` also what <name>.toml says of every backend.
+    """
+    if path is not None:
+        return _read(path)
+    folder = files("fulldiff.cases") / "expectations"
+    own = [folder / f"{name}.toml" for name in dict.fromkeys((subject.partition("@")[0], subject))]
+    return [entry for source in own if source.is_file() for entry in _read(source)]
+
+
+def _read(source: Path | Traversable) -> list[Expectation]:
     try:
         entries = tomllib.loads(source.read_text(encoding="utf-8"))["expect"]
         return [Expectation(**entry) for entry in entries]
@@ -124,7 +136,9 @@ def conform(
     paths = save(found, folder / "findings")
     # What matches no case of one shard may match one of another: `fulldiff report` sees all.
     wrong = stale(known, everything) + (unmatched(known, everything) if shard == WHOLE else [])
-    return Outcome(Counter(r.judgement.outcome for r in everything), found, paths, wrong)
+    counts: Counter[str] = Counter(r.judgement.outcome for r in everything)
+    reasons = Counter(entry for r in everything for entry in known if entry.excuses(r))
+    return Outcome(counts, found, paths, wrong, reasons)
 
 
 def file_name(subject: str, seed: int, suite: str, shard: Shard) -> str:
@@ -135,7 +149,7 @@ def file_name(subject: str, seed: int, suite: str, shard: Shard) -> str:
 
 def excused(result: Result, known: Sequence[Expectation]) -> bool:
     """Whether the result is a known failure."""
-    return any(entry.matches(result) and entry.outcome == result.judgement.outcome for entry in known)
+    return any(entry.excuses(result) for entry in known)
 
 
 def stale(known: Sequence[Expectation], results: Sequence[Result]) -> list[str]:
@@ -154,12 +168,14 @@ def unmatched(known: Sequence[Expectation], results: Sequence[Result]) -> list[s
 
 
 def show(outcome: Outcome, subject: str, console: Console) -> None:
-    """Print the counts, and each finding with the claim broken and the command to replay it."""
+    """Print the counts, what was expected, and each finding with the claim broken and the command to replay it."""
     table = Table("outcome", "cases", title=f"conform {subject}")
     table.columns[1].justify = "right"
     for name, count in outcome.counts.most_common():
         table.add_row(name, str(count))
     console.print(table)
+    for entry, count in outcome.excused.items():
+        console.print(f"expected: {count:5} {entry.outcome}: {entry.reason}", markup=False, highlight=False)
     for diagnosis, result in outcome.findings.items():
         console.print(f"[bold red]FAILED[/] {diagnosis}", highlight=False)
         console.print(describe(result), markup=False, highlight=False)

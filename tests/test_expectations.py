@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from fulldiff.harness.conform import ExpectationError, Outcome, Profile, conform, expectations
+from fulldiff.harness.conform import ExpectationError, Outcome, Profile, conform, expectations, named_case, show
 
+FILES = [file for file in (files("fulldiff.cases") / "expectations").iterdir() if file.name.endswith(".toml")]
 SUBJECT = "fault:rank-one-unscaled"
 RANK_ONE = "".join(
     f'[[expect]]\npattern = "{pattern}"\noutcome = "wrong"\nreason = "rank 1 is not scaled"\n{pinned}'
@@ -31,6 +33,25 @@ def test_what_is_expected_is_no_finding(tmp_path: Path) -> None:
     outcome = _run(tmp_path, SUBJECT, RANK_ONE)
     assert outcome.counts["wrong"] > 2
     assert outcome.ok, [outcome.findings, outcome.stale]
+    assert sum(outcome.excused.values()) >= outcome.counts["wrong"]
+
+
+def test_what_is_expected_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = _run(tmp_path, SUBJECT, RANK_ONE)
+    show(outcome, SUBJECT, Console(width=120))
+    printed = capsys.readouterr().out
+    assert f"{max(outcome.excused.values())} wrong: rank 1 is not scaled" in printed and "FAILED" not in printed
+
+
+def test_a_backend_s_subject_has_the_expectations_of_every_backend_too() -> None:
+    everywhere, vulkan = expectations("ggml-sdcpp-order"), expectations("ggml-sdcpp-order@vulkan")
+    assert everywhere and vulkan[: len(everywhere)] == everywhere and len(vulkan) > len(everywhere)
+
+
+@pytest.mark.parametrize("file", [file.name for file in FILES])
+def test_every_expectation_has_a_reason_and_a_pinned_case(file: str) -> None:
+    for entry in expectations(file.removesuffix(".toml")):
+        assert entry.reason and named_case(entry.pinned)
 
 
 def test_what_is_not_expected_is_found(tmp_path: Path) -> None:
