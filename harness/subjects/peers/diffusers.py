@@ -19,7 +19,7 @@ from fulldiff.harness.files import fold
 from fulldiff.harness.files.writers import Writer
 from fulldiff.harness.subjects.base import Adapter, Unsupported
 from fulldiff.harness.subjects.peers import library
-from fulldiff.harness.subjects.peers.files import FileSubject, Session, piece_of, row_for
+from fulldiff.harness.subjects.peers.files import FileSubject, Session, name_for, piece_of
 
 FILE = "adapter.safetensors"
 Z_IMAGE_LINEAR = "layers.0.attention.to_q"
@@ -139,17 +139,16 @@ class UNetSession(PipelineSession):
             vae=None, text_encoder=None, tokenizer=None, unet=diffusers.UNet2DConditionModel(**UNET),
             scheduler=None, safety_checker=None, feature_extractor=None, requires_safety_checker=False,
         )  # fmt: skip
-        super().__init__(base, subject, pipeline, "unet", row_for(base).name)
+        assert isinstance(base.weight, Tensor)
+        super().__init__(base, subject, pipeline, "unet", name_for(base.weight))
 
     def load_file(self, folder: Path, name: str, adapter: Adapter) -> None:
-        piece = piece_of(self.base, adapter)
         options = {"weight_name": FILE, "adapter_name": name}
         if adapter.kind == "lora":
-            fold.save(folder / FILE, self.subject.family, [piece])
+            fold.save(folder / FILE, self.subject.family, [piece_of(self.weight, adapter)])
             self.pipeline.load_lora_weights(str(folder), **options)
         else:
-            factors = fold.scaled(piece).tensors
-            save_file({f"unet.{self.name}.{key}": t.contiguous() for key, t in factors.items()}, folder / FILE)
+            write_unet_lokr(folder, self.weight, adapter)
             self.model.load_lora_adapter(str(folder), prefix="unet", **options)
 
 
@@ -165,6 +164,17 @@ class ZImageSession(PipelineSession):
     def load_file(self, folder: Path, name: str, adapter: Adapter) -> None:
         if adapter.kind != "lokr":
             raise Unsupported("adapters of several kinds on one layer")
-        tensors = {f"diffusion_model.{self.name}.{key}": t.contiguous() for key, t in adapter.tensors.items()}
-        save_file(tensors, folder / FILE)
+        write_z_image_lokr(folder, adapter)
         self.pipeline.load_lora_weights(str(folder), weight_name=FILE, adapter_name=name)
+
+
+def write_unet_lokr(folder: Path, weight: Tensor, adapter: Adapter) -> None:
+    """A LoKr in diffusers' names, its scale in w1."""
+    factors = fold.scaled(piece_of(weight, adapter)).tensors
+    save_file({f"unet.{name_for(weight)}.{key}": t.contiguous() for key, t in factors.items()}, folder / FILE)
+
+
+def write_z_image_lokr(folder: Path, adapter: Adapter) -> None:
+    """A LoKr in ai-toolkit's names, alpha as it is."""
+    tensors = {f"diffusion_model.{Z_IMAGE_LINEAR}.{key}": t.contiguous() for key, t in adapter.tensors.items()}
+    save_file(tensors, folder / FILE)

@@ -34,7 +34,8 @@ class Session(ABC):
     """One layer in a peer's model, and the strengths of its adapters by name."""
 
     def __init__(self, base: nn.Module) -> None:
-        self.base = base
+        assert isinstance(base.weight, Tensor)
+        self.base, self.weight = base, base.weight
         self.strengths: dict[str, float] = {}
         self.undo: Detach = lambda: None
         self._made = 0
@@ -127,17 +128,20 @@ def copied(module: nn.Module) -> nn.Module:
     return made
 
 
-def row_for(module: nn.Module) -> TableRow:
-    """The row whose name the layer has in files, with the layer's own sizes."""
-    name = LINEAR if isinstance(module, nn.Linear) else CONV
-    row = next(row for row in load_table(TABLE) if row.name == name)
-    weight: Any = module.weight
+def name_for(weight: Tensor) -> str:
+    """The name that a layer of this weight has in files."""
+    return LINEAR if weight.dim() == 2 else CONV
+
+
+def row_for(weight: Tensor) -> TableRow:
+    """The row of that name, with the layer's own sizes."""
+    row = next(row for row in load_table(TABLE) if row.name == name_for(weight))
     return msgspec.structs.replace(row, out=weight.shape[0], inp=weight.shape[1], kernel=tuple(weight.shape[2:]))
 
 
-def piece_of(module: nn.Module, adapter: Adapter) -> Piece[Tensor]:
+def piece_of(weight: Tensor, adapter: Adapter) -> Piece[Tensor]:
     """The adapter as a file's piece."""
-    return Piece((row_for(module),), adapter.kind, dict(adapter.tensors))
+    return Piece((row_for(weight),), adapter.kind, dict(adapter.tensors))
 
 
 def without_numbers(piece: Piece[Tensor]) -> Piece[Tensor]:

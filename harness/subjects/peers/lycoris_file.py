@@ -18,7 +18,7 @@ from fulldiff.harness.files.writers import UnspellableError
 from fulldiff.harness.subjects import factors
 from fulldiff.harness.subjects.base import Adapter, Detach, Forward, Subject, Unsupported
 from fulldiff.harness.subjects.peers import alpha_of, check, library
-from fulldiff.harness.subjects.peers.files import copied, decompose_factor, model_of, piece_of, row_for
+from fulldiff.harness.subjects.peers.files import copied, decompose_factor, model_of, name_for, piece_of
 from fulldiff.harness.subjects.stacked import Stacked
 
 FILE = "adapter.safetensors"
@@ -71,14 +71,11 @@ class LycorisFile(Subject):
             if decompose_factor(sizes, factorization) is None:
                 raise Unsupported("LyCORIS's factorisation of this layer gives no such w1 and w2")
 
-    def network(self, module: nn.Module, adapter: Adapter) -> Any:
+    def network(self, module: Any, adapter: Adapter) -> Any:
         """LyCORIS's network of one adapter, applied."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / FILE
-            try:
-                fold.save(path, "lycoris", [piece_of(module, adapter)])
-            except UnspellableError as error:
-                raise Unsupported(str(error)) from error
+            write_file(path, module.weight, adapter)
             if self.save:
                 self.loaded(copied(module), path, adapter.strength).save_weights(str(path), None, {})
             return self.loaded(module, path, adapter.strength)
@@ -86,7 +83,7 @@ class LycorisFile(Subject):
     def loaded(self, module: nn.Module, path: Path, strength: float) -> Any:
         """The network of a file, applied to the layer, in its dtype."""
         weight: Any = module.weight
-        model = model_of(row_for(module).name, module)
+        model = model_of(name_for(weight), module)
         network, _ = self.lycoris.create_lycoris_from_weights(strength, str(path), model)
         network.apply_to()
         return network.to(weight.dtype).requires_grad_(False).eval()
@@ -96,6 +93,14 @@ class LycorisSaved(LycorisFile):
     """Loaded, saved by LyCORIS (`save_weights`) and loaded from there."""
 
     save = True
+
+
+def write_file(path: Path, weight: Tensor, adapter: Adapter) -> None:
+    """The adapter as LyCORIS's file, for a layer of this weight."""
+    try:
+        fold.save(path, "lycoris", [piece_of(weight, adapter)])
+    except UnspellableError as error:
+        raise Unsupported(str(error)) from error
 
 
 class LycorisFunctional(Stacked):
@@ -126,16 +131,21 @@ class LycorisFunctional(Stacked):
             if module.padding_mode != "zeros" or module.groups > 1:
                 raise Unsupported("groups, or padding that is not zeros: its functions take a plain convolution's")
             options = {"stride": module.stride, "padding": module.padding, "dilation": module.dilation}
-        shaped = _with_kernel(adapter, module.weight)
-        weights = [shaped.get(name) for name in ARGUMENTS[adapter.kind]]
+        weights = arguments(adapter, module.weight)
         typed = [None if weight is None else weight.to(module.weight.dtype) for weight in weights]
-        call, gamma = self.functions[adapter.kind], _gamma(adapter)
+        call, gamma = self.functions[adapter.kind], gamma_of(adapter)
 
         def add(x: Tensor, y: Tensor) -> Tensor:
             made: Tensor = call(x, y, *typed, gamma=gamma, extra_args=options)
             return made * adapter.strength
 
         return add
+
+
+def arguments(adapter: Adapter, weight: Tensor) -> list[Tensor | None]:
+    """The factors in the order of the kind's function, None for those that are not there."""
+    shaped = _with_kernel(adapter, weight)
+    return [shaped.get(name) for name in ARGUMENTS[adapter.kind]]
 
 
 def _with_kernel(adapter: Adapter, weight: Tensor) -> dict[str, Tensor]:
@@ -154,7 +164,8 @@ def _with_kernel(adapter: Adapter, weight: Tensor) -> dict[str, Tensor]:
     return made
 
 
-def _gamma(adapter: Adapter) -> float:
+def gamma_of(adapter: Adapter) -> float:
+    """alpha for a LoKr, alpha / rank for the others."""
     rank, alpha = factors.rank(adapter.tensors) or 1, alpha_of(adapter)
     known = float(rank) if alpha is None else alpha
     return known if adapter.kind == "lokr" else known / rank

@@ -24,8 +24,8 @@ from fulldiff.harness.subjects.peers.files import (
     copied,
     decompose_factor,
     model_of,
+    name_for,
     piece_of,
-    row_for,
     without_numbers,
 )
 
@@ -43,7 +43,6 @@ class PeftFile(FileSubject):
     def __init__(self) -> None:
         super().__init__()
         self.peft = library("peft", "peft")
-        self.factorization = library("peft.tuners.lokr.layer", "peft").factorization
 
     def open(self, base: nn.Module, adapters: Sequence[Adapter]) -> Session:
         return PeftSession(base, self)
@@ -57,19 +56,6 @@ class PeftFile(FileSubject):
             raise Unsupported(f"{adapter.kind} with {', '.join(more)}: PEFT's files have none")
         if "dora_scale" in adapter.tensors and (adapter.kind != "lora" or adapter.strength != 1):
             raise Unsupported("PEFT's DoRA is a LoRA's, and a strength that is not 1 is inside its norm: another rule")
-
-    def config(self, module: nn.Module, piece: Piece[Tensor]) -> dict[str, Any]:
-        """What a kind's config has beside ranks and alphas."""
-        if piece.kind == "lora":
-            return {}
-        more: dict[str, Any] = {"use_effective_conv2d": bool(CORES & piece.tensors.keys())}
-        if piece.kind == "lokr":
-            weight: Any = module.weight
-            factor = decompose_factor(_sizes(piece, weight), self.factorization)
-            if factor is None:
-                raise Unsupported("PEFT's factorisation of this layer gives no such w1 and w2")
-            more |= {"decompose_factor": factor, "decompose_both": "lokr_w1_a" in piece.tensors}
-        return more
 
 
 class PeftUnloaded(PeftFile):
@@ -89,7 +75,7 @@ class PeftSession(Session):
 
     def __init__(self, base: nn.Module, subject: PeftFile) -> None:
         super().__init__(base)
-        self.subject, self.name = subject, row_for(base).name
+        self.subject, self.name = subject, name_for(self.weight)
         self.model: Any = None
         self.layer: Any = None
         self.kind = ""
@@ -100,13 +86,7 @@ class PeftSession(Session):
         if self.subject.merge and self.layer is not None:
             raise Unsupported("another adapter after merge_and_unload")
         self.kind = adapter.kind
-        piece = piece_of(self.base, adapter)
-        shaped = dict(piece.tensors) | _magnitude(piece) | _cores(piece)
-        written = _with_rank(without_numbers(replace(piece, tensors=shaped)), self.base)
-        config = self.subject.config(self.base, written)
-        made = write("peft", [written])
-        assert made.config is not None
-        fold.put(folder / FILE, Written(made.tensors, made.metadata, made.config | config))
+        write_file(folder, self.weight, adapter)
         if self.subject.save:
             first = self._loaded(None, copied(self.base), folder, name)
             first.save_pretrained(str(folder), selected_adapters=[name])
@@ -142,6 +122,30 @@ class PeftSession(Session):
         return made
 
 
+def write_file(folder: Path, weight: Tensor, adapter: Adapter) -> None:
+    """The adapter as PEFT's two files, for a layer of this weight."""
+    piece = piece_of(weight, adapter)
+    shaped = dict(piece.tensors) | _magnitude(piece) | _cores(piece)
+    known = _with_rank(without_numbers(replace(piece, tensors=shaped)), weight)
+    made = write("peft", [known])
+    assert made.config is not None
+    fold.put(folder / FILE, Written(made.tensors, made.metadata, made.config | _config(known, weight)))
+
+
+def _config(piece: Piece[Tensor], weight: Tensor) -> dict[str, Any]:
+    """What a kind's config has beside ranks and alphas."""
+    if piece.kind == "lora":
+        return {}
+    more: dict[str, Any] = {"use_effective_conv2d": bool(CORES & piece.tensors.keys())}
+    if piece.kind == "lokr":
+        rule = library("peft.tuners.lokr.layer", "peft").factorization
+        factor = decompose_factor(_sizes(piece, weight), rule)
+        if factor is None:
+            raise Unsupported("PEFT's factorisation of this layer gives no such w1 and w2")
+        more |= {"decompose_factor": factor, "decompose_both": "lokr_w1_a" in piece.tensors}
+    return more
+
+
 def _sizes(piece: Piece[Tensor], weight: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
     return factors.w1_sizes(piece.tensors), factors.w2_sizes(piece.tensors, weight.shape)
 
@@ -158,10 +162,9 @@ def _cores(piece: Piece[Tensor]) -> dict[str, Tensor]:
     return {name: core.unsqueeze(-1) for name, core in piece.tensors.items() if name in CORES and core.dim() == 3}
 
 
-def _with_rank(piece: Piece[Tensor], module: nn.Module) -> Piece[Tensor]:
+def _with_rank(piece: Piece[Tensor], weight: Tensor) -> Piece[Tensor]:
     """A LoKr of whole factors has the rank from which PEFT makes whole ones, and scale 1."""
     if piece.kind != "lokr" or piece.rank is not None:
         return piece
-    weight: Any = module.weight
     rank = max(max(own) for own in _sizes(piece, weight))
     return replace(piece, rank=rank, alpha=float(rank))
