@@ -65,9 +65,10 @@ class Result(msgspec.Struct, frozen=True, tag="result", omit_defaults=True):
 
 
 class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
-    """One workload measured in one launch (a process), per way: seconds of each sample, the peak bytes of a call
-    and what is held between calls, both as the allocator saw them; on a GPU also what the allocator has
-    reserved. ``facts`` are numbers of the workload itself (the FLOP floor, …)."""
+    """One workload measured in one launch (a process), per way: seconds of each sample and of the very first call
+    (kernels chosen, caches cold), the peak bytes of a call and what is held between calls, both as the
+    allocator saw them; on a GPU also what the allocator has reserved. ``facts`` are numbers of the workload
+    itself (the FLOP floor, …)."""
 
     id: str
     backend: str
@@ -79,6 +80,7 @@ class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
     facts: dict[str, float] = {}
     reserved_bytes: dict[str, int] = {}
     launch: int = 1
+    first_seconds: dict[str, list[float]] = {}
 
     def pooled(self, other: Cell) -> Cell:
         """This launch and a later one as one: all samples, the larger bytes, the worse of two checks."""
@@ -87,6 +89,7 @@ class Cell(msgspec.Struct, frozen=True, tag="cell", omit_defaults=True):
         return msgspec.structs.replace(
             self,
             seconds={way: [*own, *other.seconds[way]] for way, own in self.seconds.items()},
+            first_seconds={way: [*own, *other.first_seconds[way]] for way, own in self.first_seconds.items()},
             peak_bytes={way: max(n, other.peak_bytes[way]) for way, n in self.peak_bytes.items()},
             held_bytes={way: max(n, other.held_bytes[way]) for way, n in self.held_bytes.items()},
             reserved_bytes={way: max(n, other.reserved_bytes[way]) for way, n in self.reserved_bytes.items()},

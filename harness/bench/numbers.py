@@ -35,6 +35,7 @@ def _row(cell: Cell, way: str) -> dict[str, Any]:
     numbers = {
         "way": way,
         "seconds": stats.gmean(cell.seconds[way]),
+        "first": stats.gmean(cell.first_seconds[way]) if way in cell.first_seconds else math.nan,
         "ratio": middle,
         "low": low,
         "high": high,

@@ -152,7 +152,8 @@ def step_tables(steps: pd.DataFrame, cells: list[Cell]) -> list[str]:
     for (narrowed, dtype, form), group in steps.groupby(["narrowed", "dtype", "form"]):
         width = "real size" if narrowed == 1 else f"channels divided by {narrowed:.0f}"
         made.append(f"SDXL's UNet, {width}, random weights, {dtype}, {form}.")
-        made.append("Buffer: peak beyond what is resident; held: what the way keeps beyond the bare model, MiB.\n")
+        made.append("Buffer: peak beyond what is resident; held: what the way keeps beyond the bare model, MiB.")
+        made.append("First step: kernels chosen, caches cold, what is kept not yet made; attaching is not in it.\n")
         made.append(step_table(group) + "\n")
     return made
 
@@ -166,6 +167,7 @@ def step_table(group: pd.DataFrame) -> str:
             size = cell["size"]
             row[f"{size}: buffer MiB"] = f"{cell['peak'] / MIB:,.1f}"
             row[f"{size}: held MiB"] = f"{cell['held'] / MIB:,.1f}"
+            row[f"{size}: first step, s"] = f"{cell['first']:.3f}"
             row[f"{size}: s/step"] = f"{cell['seconds']:.3f}"
             row[f"{size}: ratio"] = interval(cell)
         rows.append(row)

@@ -148,6 +148,7 @@ def measured(worker: Worker, workload: Workload, seconds: float, backend: str = 
         found.get("held_bytes", {}),
         found.get("facts", {}) | found.get("strength", {}),
         found.get("reserved_bytes", {}),
+        first_seconds=found.get("first_seconds", {}),
     )
 
 

@@ -14,8 +14,8 @@ from fulldiff.cases import tensors as generator
 from fulldiff.cases.factors import lokr_for
 from fulldiff.cases.model import Case, StepCase
 from fulldiff.cases.models.configs import SDXL_UNET
-from fulldiff.harness.backends.base import Backend, Memory
-from fulldiff.harness.bench.worker import measured
+from fulldiff.harness.backends.base import Backend
+from fulldiff.harness.bench.worker import First, first_call, measured
 from fulldiff.harness.judge import conclude
 from fulldiff.harness.protocol import Claim
 from fulldiff.harness.realise import DTYPES
@@ -40,9 +40,9 @@ def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
     adapters = adapters_of(model, body, backend.device)
     inputs = inputs_of(body, model, backend.device)
     stepper = Stepper(model, inputs, adapters)
-    held = {way: stepper.held(way, backend) for way in body.ways}
+    first = {way: stepper.first(way, backend) for way in body.ways}
     outputs = {way: stepper.output(way) for way in body.ways}
-    found = measured(dict.fromkeys(body.ways, stepper.step), held, seconds, backend, stepper.attach)
+    found = measured(dict.fromkeys(body.ways, stepper.step), first, seconds, backend, stepper.attach)
     return found | {"check": checks(outputs, body.dtype), "adapter_bytes": _bytes(adapters)}
 
 
@@ -66,16 +66,11 @@ class Stepper:
             own = self.subjects.setdefault(way, subject(way))
             self.detach = own.attach_model(self.model, self.adapters)
 
-    def held(self, way: str, backend: Backend) -> Memory:
-        """Attach, and one step: what stays allocated is what the way holds."""
+    def first(self, way: str, backend: Backend) -> First:
+        """Attach, and one step."""
         self.attach(NO_ADAPTER)
         gc.collect()
-
-        def attach_and_step() -> None:
-            self.attach(way)
-            self.step()
-
-        return backend.memory(attach_and_step)
+        return first_call(lambda: self.attach(way), self.step, backend)
 
     def step(self) -> Tensor:
         """One step of the model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,13 @@ MIN_SAMPLE = 0.002
 WARM_UP = 0.02
 
 Call = Callable[[], Any]
+
+
+class First(NamedTuple):
+    """A way's first call: its bytes with those of attaching, and its seconds."""
+
+    memory: Memory
+    seconds: float
 
 
 def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
@@ -60,21 +67,21 @@ def _layer(body: BenchCase, seed: int, seconds: float, backend: Backend) -> dict
     material = on(backend.device, realise(Case(runtime, seed), runtime))
     modules = {way: module_for(runtime.layer, material.weight, material.bias) for way in body.ways}
     subjects = {way: subject(way) for way in body.ways if way not in (NO_ADAPTER, AGAIN)}
-    held = {way: _attach(runtime, material, subjects.get(way), module, backend) for way, module in modules.items()}
+    first = {way: _first(runtime, material, subjects.get(way), module, backend) for way, module in modules.items()}
     calls: dict[str, Call] = {way: _call(module, material.x) for way, module in modules.items()}
     checks = _checks(runtime, material, modules, subjects)
     facts = {"flop_floor": flop_floor(runtime, material, modules[NO_ADAPTER])}
-    return measured(calls, held, seconds, backend) | {"check": checks, "facts": facts}
+    return measured(calls, first, seconds, backend) | {"check": checks, "facts": facts}
 
 
 def measured(
     calls: Mapping[str, Call],
-    held: Mapping[str, Memory],
+    first: Mapping[str, First],
     seconds: float,
     backend: Backend,
     prepare: Callable[[str], None] = lambda way: None,
 ) -> dict[str, Any]:
-    """Bytes of a steady call of each way, what it holds beyond the bare layer, and samples of its time.
+    """Each way's first call, the bytes of a steady one and what stays beyond the bare layer, and samples of its time.
 
     ``prepare`` is told which way comes next; what it does is not measured.
     """
@@ -84,7 +91,8 @@ def measured(
         memory[way] = backend.memory(call)
     return {
         "peak_bytes": {way: each.peak for way, each in memory.items()},
-        "held_bytes": {way: each.kept for way, each in held.items()},
+        "held_bytes": {way: each.memory.kept for way, each in first.items()},
+        "first_seconds": {way: [each.seconds] for way, each in first.items()},
         "reserved_bytes": {way: each.reserved for way, each in memory.items() if each.reserved is not None},
         "seconds": sampled(calls, seconds, backend, prepare),
     }
@@ -124,15 +132,23 @@ def _repeated(call: Call, times: int) -> Call:
     return repeat
 
 
-def _attach(body: RuntimeCase, material: Material, own: Subject | None, module: nn.Module, backend: Backend) -> Memory:
-    """Attach the way's subject and run once; the bytes that stay are what it holds beyond the bare layer."""
-
-    def attach_and_run() -> None:
+def _first(body: RuntimeCase, material: Material, own: Subject | None, module: nn.Module, backend: Backend) -> First:
+    def attach() -> None:
         if own is not None:
             own.attach(module, loaded(body, material))
-        module(material.x)
 
-    return backend.memory(attach_and_run)
+    return first_call(attach, _call(module, material.x), backend)
+
+
+def first_call(attach: Call, call: Call, backend: Backend) -> First:
+    """Attach, and call once: the time of the call, and the bytes that stay are what the way holds."""
+    times: list[float] = []
+
+    def attach_and_call() -> None:
+        attach()
+        times.append(backend.seconds(call))
+
+    return First(backend.memory(attach_and_call), times[0])
 
 
 def flop_floor(body: RuntimeCase, material: Material, module: Any) -> float:
