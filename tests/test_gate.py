@@ -80,9 +80,8 @@ def test_five_percent_slower_is_never_green_where_it_is_noisy() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.01, 0.02])
-def test_ten_percent_slower_is_always_found_or_the_machine_is_unfit(noise: float) -> None:
-    found = shares(0.10, noise)
-    assert found["REGRESSED"] + (found["UNFIT"] if noise > 0.01 else 0) == SESSIONS, found
+def test_ten_percent_slower_is_always_found(noise: float) -> None:
+    assert shares(0.10, noise) == {"REGRESSED": SESSIONS}
 
 
 @pytest.mark.parametrize("noise", [0.005, 0.01, 0.02])
@@ -141,6 +140,15 @@ def test_what_became_wrong_fails_before_all_else() -> None:
     text = gate_report.markdown(report)
     assert "FAILED: conformance" in text
     assert "d1-low-rank: passed before, wrong now" in text
+
+
+def test_a_comment_names_the_first_of_many_and_the_files_all() -> None:
+    report = _report(peak_bytes={"a": (8, 8)}, worse={f"case {at}": "passed before, wrong now" for at in range(30)})
+    text = gate_report.markdown(report)
+    assert "case 19: passed" in text
+    assert "case 20: passed" not in text
+    assert "10 more" in text
+    assert 'failures="30"' in gate_report.junit(report)
 
 
 def test_junit_and_json_say_the_same() -> None:

@@ -12,6 +12,8 @@ import pandas as pd
 
 from fulldiff.harness.gate.run import Report
 
+# A comment names so many things that became worse.
+SHOWN = 20
 WORDS = {0: "passed", 1: "FAILED: conformance", 3: "FAILED: regression", 4: "undecided: unfit machine or inconclusive"}
 
 
@@ -42,7 +44,9 @@ def _times(report: Report) -> Iterator[dict[str, str]]:
 
 def problems(report: Report) -> list[str]:
     """Each thing that fails or needs a person, and what to do."""
-    found = [f"conformance: {name}: {text}" for name, text in report.worse.items()]
+    found = [f"conformance: {name}: {text}" for name, text in list(report.worse.items())[:SHOWN]]
+    if len(report.worse) > SHOWN:
+        found.append(f"conformance: {len(report.worse) - SHOWN} more; the JUnit and JSON files name all")
     for name, (base, head) in report.changed_bytes.items():
         found.append(
             f"memory: {name}: {base:,} bytes before, {head:,} now ({head - base:+,}); if it is meant: "
