@@ -69,9 +69,9 @@ def section(folder: Path) -> str:
 def _head(environment: Environment, table: pd.DataFrame, cells: Sequence[Cell]) -> str:
     left = len(cells) - table.id.nunique()
     return (
-        f"LoKr on SDXL's heaviest layer shapes, {table.id.nunique()} workloads"
+        f"LoKr on SDXL's heaviest layer shapes, workloads: {table.id.nunique()}"
         + (f" ({left} more could not be measured)" if left else "")
-        + f"; {environment.device}, {environment.threads} threads. Time as a ratio to the bare layer in the same run,\n"
+        + f"; {environment.device}. Time as a ratio to the bare layer in the same run,\n"
         f"memory as the peak of one call beyond the bare layer's. A/A noise floor: "
         f"±{numbers.noise(table)['half']:.1%} (half of a 95 % interval, median)."
     )
