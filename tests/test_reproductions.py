@@ -13,8 +13,9 @@ from fulldiff.cases.catalogue import CATALOGUE
 from fulldiff.cases.model import DTYPES, Layout, RuntimeCase
 from fulldiff.harness.peers import reproduction
 from fulldiff.harness.peers.confirm import confirm
+from fulldiff.harness.peers.file_templates import TEMPLATES
 from fulldiff.harness.peers.reproduction import LAYOUTS, literal, script
-from fulldiff.harness.peers.templates import TEMPLATES, Literal, Template
+from fulldiff.harness.peers.templates import Literal, Template
 from fulldiff.harness.realise import DTYPES as TORCH
 from fulldiff.harness.realise import lay_out
 from fulldiff.harness.subjects.base import Adapter, Unsupported
@@ -101,6 +102,12 @@ def test_a_peer_without_a_template_is_named() -> None:
         ("lycoris-bypass", "groups-not-dividing-up", True),
         ("lycoris-bypass", "empty-batch", True),
         ("lycoris-merge", "d1-low-rank-square", True),
+        ("peft-file", "form-w1full-full-conv1d-f64-exact", True),
+        ("peft-unloaded", "form-dora-out-1d-linear-f64-normal", False),
+        ("lycoris-file", "alpha-absent", True),
+        ("lycoris-functional", "d13-tucker-w1full", True),
+        ("diffusers", "form-w1factored-lowrank-linear-f32-exact", True),
+        ("diffusers-fused", "form-lora-linear-f64-exact", False),
     ],
 )
 def test_a_peer_s_finding_is_confirmed(peer: str, label: str, confirmed: bool, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from fulldiff.cases.model import Case, Layer, RuntimeCase, case_id
 from fulldiff.harness.judge import loaded
 from fulldiff.harness.peers.diagnosis import forward, is_right, materials, rounding
-from fulldiff.harness.peers.templates import SCRIPT, TEMPLATES
+from fulldiff.harness.peers.file_templates import TEMPLATES
+from fulldiff.harness.peers.templates import SCRIPT
 from fulldiff.harness.realise import Material
 from fulldiff.harness.subjects.base import Subject, Unsupported
 from fulldiff.reference.truth import POLICIES, Truth
