@@ -44,7 +44,7 @@ def test_one_mebibyte_more_is_flagged(tmp_path: Path, monkeypatch: pytest.Monkey
     assert now - before == EXTRA
     assert report.exit_code == 3
     assert (report.cases, report.worse) == (len(NAMES), {})
-    assert not list(tmp_path.iterdir())
+    assert [path.suffixes for path in tmp_path.iterdir()] == [[".previous", ".jsonl"]]
     report.accepted = {name: now}
     assert not report.changed_bytes
 
@@ -100,7 +100,7 @@ def test_a_killed_gate_goes_on_to_the_same_verdict_and_measures_no_launch_twice(
     assert killed.read_bytes() == whole.read_bytes()
 
 
-def test_finished_launches_are_gone_and_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_finished_launches_are_set_aside_and_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "gate.jsonl"
     launches = Launches(path)
     launches.get("one", ["a"], lambda: {"a": Figures("passed")})
@@ -108,7 +108,8 @@ def test_finished_launches_are_gone_and_a_line_that_cannot_be_read_is_named(tmp_
     with pytest.raises(GateError, match=r"gate\.jsonl.*move the file away"):
         Launches(path)
     launches.finish()
-    assert not path.exists()
+    assert not Launches(path).known
+    assert (tmp_path / "gate.previous.jsonl").exists()
 
 
 def _ended(outcome: Outcome, name: str = "d1-low-rank") -> dict[str, Result]:

@@ -86,8 +86,9 @@ class Launches:
         return known
 
     def finish(self) -> None:
-        """The next gate starts anew."""
-        self.path.unlink(missing_ok=True)
+        """The next gate starts anew; these lines stay beside it, as NAME.previous.jsonl."""
+        if self.path.exists():
+            self.path.replace(self.path.with_suffix(".previous.jsonl"))
 
 
 def _lines(path: Path) -> list[Line]:
