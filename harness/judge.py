@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,7 +137,8 @@ def elements(name: str, got: Tensor, want: Tensor, allowed: Tensor) -> Claim:
     error = torch.where(error.isnan(), torch.inf, error)
     share = torch.where(error == 0, 0.0, error / allowed)
     at = int(share.argmax())
-    index = ",".join(str(int(i)) for i in torch.unravel_index(torch.tensor(at), got.shape))
+    # torch.unravel_index would import sympy: most of a second in every new worker.
+    index = ",".join(map(str, np.unravel_index(at, tuple(got.shape))))
     flat = (t.reshape(-1)[at].item() for t in (got, want, error, allowed))
     numbers = [f"{value:.9g}" for value in flat]
     used = _finite(share.reshape(-1)[at].item())
