@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -118,9 +119,13 @@ class Worker:
         return self.hello
 
     def stop(self) -> None:
-        """End the worker, and any child, at once."""
+        """End the worker, and on POSIX all its children, at once."""
         if self._process is not None:
-            self._process.kill()
+            if os.name == "posix":
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 with contextlib.suppress(OSError):
@@ -174,7 +179,7 @@ class Worker:
         process = subprocess.Popen(
             command + ["--fork"] * self.fork,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
-            env=self.environment,
+            env=self.environment, start_new_session=True,
         )  # fmt: skip
         threading.Thread(target=_pump, args=(process, self._lines), daemon=True).start()
         return process

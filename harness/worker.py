@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, BinaryIO
@@ -26,6 +27,7 @@ import torch
 
 from fulldiff.harness import rewriting
 from fulldiff.harness.adapter_facts import facts_of
+from fulldiff.harness.backends import torchvulkan
 from fulldiff.harness.bench import worker as bench_worker
 from fulldiff.harness.join import worker as join_worker
 from fulldiff.harness.judge import where
@@ -59,7 +61,7 @@ from fulldiff.harness.subjects.registry import SubjectError, subject_of
 from fulldiff.harness.suites import SUITES, imported
 
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")
-TORCH_BACKENDS = ("cpu", "cuda", "rocm")
+TORCH_BACKENDS = ("cpu", "cuda", "rocm", "torchvulkan")
 LIBRARIES = ("fulldiff", "torch", "safetensors", "numpy")
 _backend: Any = None
 _subjects: dict[tuple[str, str], Any] = {}
@@ -114,8 +116,8 @@ def _answer(channel: BinaryIO, request: Request) -> Answer:
         return Answer(bench=load_worker.run(request))
     if isinstance(request, Join | CheckSum | TimeToggle | Effect):
         return join_worker.run(request)
-    _subject(request.suite, request.subject)
-    return Answer(code=_code())
+    chosen = _subject(request.suite, request.subject)
+    return Answer(code=_code(getattr(chosen, "files", ())))
 
 
 def _judged(channel: BinaryIO, request: Judge) -> Answer:
@@ -141,6 +143,8 @@ def _raised(error: Exception) -> Judgement:
     if isinstance(error, Refused | Unsupported):
         return Judgement("refused" if isinstance(error, Refused) else "unsupported", message=str(error))
     text = f"{type(error).__name__}: {error}"
+    if torchvulkan.MESSAGE in text:
+        return Judgement("unsupported", message=text)
     memory = isinstance(error, MemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
@@ -178,15 +182,21 @@ def _subject(suite: str, name: str) -> Any:
     return _subjects[suite, name]
 
 
-def _code() -> str:
-    """A hash of every loaded Python file that is not part of an installation: a subject under work."""
+def _code(more: Sequence[str]) -> str:
+    """A hash of every loaded Python file that is not part of an installation, and ``more``: a subject under work."""
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     state = hashlib.blake2b(digest_size=8)
     for path in sorted(file for file in files if file.endswith(".py") and not file.startswith(installed)):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            state.update(file.read())
+        _add(state, path)
+    for path in more:
+        _add(state, path)
     return state.hexdigest()
+
+
+def _add(state: Any, path: str) -> None:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        state.update(file.read())
 
 
 def _private_stdout() -> BinaryIO:

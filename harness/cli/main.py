@@ -79,11 +79,12 @@ def replay(case: str, subject: Subject = "runtime-lokr", python: Python = sys.ex
 @app.command(name="list")
 def list_() -> None:
     """List suites, subjects, backends and named cases."""
-    from fulldiff.harness.subjects.names import FAULT
+    from fulldiff.harness.subjects.names import FAULT, PROGRAM
 
     for name, suite in SUITES.items():
         console.print(f"suite {name}: {suite.promise}", highlight=False)
-        console.print(f"  subjects: {', '.join(suite.subjects)}, {FAULT}NAME, package.module:Name", highlight=False)
+        yours = f"{FAULT}NAME, package.module:Name, {PROGRAM}COMMAND"
+        console.print(f"  subjects: {', '.join(suite.subjects)}, {yours}", highlight=False)
     console.print("backends: cpu (see `fulldiff devices`)", highlight=False)
     console.print("named cases:", highlight=False)
     for suite in SUITES.values():

@@ -51,6 +51,9 @@ class Subject(ABC):
     scale_policy: str = "default"
     """The rule of fulldiff.reference.truth.POLICIES by which it turns alpha into a scale."""
 
+    files: Sequence[str] = ()
+    """Files beside its Python code that make it what it is: with another content it is another subject."""
+
     def arithmetic(self, kind: str, dtype: str) -> tuple[str, str]:
         """The dtypes that its error budget is made of: what it stores values in and what it sums in ("": f32).
 

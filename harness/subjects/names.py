@@ -39,6 +39,8 @@ PEERS = {
     "diffusers-fused": "fulldiff.harness.subjects.peers.diffusers:DiffusersFused",
 }
 FAULT = "fault:"
+# A command of the user's, in any language: see `program`.
+PROGRAM = "program:"
 # The bare layer as a way of a bench: the yardstick, no subject.
 NO_ADAPTER = "no adapter"
 # The bare layer once more, as if it were a way: its ratio is the noise floor.

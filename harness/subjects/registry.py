@@ -1,11 +1,12 @@
-"""Subjects by name: ours, ``fault:NAME`` for a known wrong way, ``package.module:Name`` for yours."""
+"""Subjects by name: ours, ``fault:NAME`` for a known wrong way, ``package.module:Name`` for yours in Python,
+``program:COMMAND`` for yours in any language."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fulldiff.harness.subjects.base import Subject
-from fulldiff.harness.subjects.names import FAULT
+from fulldiff.harness.subjects.names import FAULT, PROGRAM
 from fulldiff.harness.suites import SUITES, imported
 
 
@@ -29,11 +30,13 @@ def subject_of(suite: str, name: str) -> Any:
     known = SUITES[suite]
     if name.startswith(FAULT):
         return imported(known.fault)(name.removeprefix(FAULT))
+    if name.startswith(PROGRAM):
+        return _program(name, known.base)
     target = known.subjects.get(name, name)
     attribute = target.partition(":")[2]
     if not attribute:
         ours = ", ".join(known.subjects)
-        raise SubjectError(f"subject {name!r}: use one of {ours}, fault:NAME or package.module:Name")
+        raise SubjectError(f"subject {name!r}: use one of {ours}, fault:NAME, package.module:Name or program:COMMAND")
     try:
         made = imported(target)()
     except (ImportError, AttributeError) as error:
@@ -42,3 +45,14 @@ def subject_of(suite: str, name: str) -> Any:
     if not isinstance(made, base):
         raise SubjectError(f"subject {name!r}: {attribute} is not a fulldiff {base.__name__} (subclass it)")
     return made
+
+
+def _program(name: str, base: str) -> Any:
+    from fulldiff.harness.subjects.program import Program
+
+    if not issubclass(Program, imported(base)):
+        raise SubjectError(f"subject {name!r}: programs take part in the suites runtime and restore")
+    try:
+        return Program(name.removeprefix(PROGRAM))
+    except (ImportError, EOFError) as error:
+        raise SubjectError(f"subject {name!r} cannot be started: {str(error) or 'it ended at once'}") from error
