@@ -96,8 +96,8 @@ def verdict(table: pd.DataFrame) -> str:
     ours = table[table.way == OURS[0]].set_index("id")
     lines = []
     for way in THEIRS:
-        theirs = table[table.way == way].set_index("id")
-        beside = ours.join(theirs, rsuffix="_peer", how="inner")
+        theirs = table[table.way == way].set_index("id").add_suffix("_peer")
+        beside = ours.join(theirs, how="inner")
         if beside.empty:
             lines.append(f"- {way}: not measured.")
             continue
