@@ -120,6 +120,11 @@ def dilated(dilation: int) -> Setting:
     return Setting(layer, (lokr(w1=[[1]], w2=[[[1, 1]]]),), x=[[[1, 2, 4, 8]]])
 
 
+def dilated_lora() -> Setting:
+    layer = conv(1, 1, 2, dilation=2)
+    return Setting(layer, (lora(up=[[1]], down=[[[1, 1]]]), lokr(w1=[[1]], w2=[[[1, 1]]])), x=[[[1, 2, 4, 8]]])
+
+
 def grouped(first: float, second: float) -> Setting:
     layer = conv(2, 2, 1, groups=2)
     return Setting(layer, (lora(up=[[1], [3]], down=[[1]]),), x=[[[first], [second]]])
@@ -234,6 +239,7 @@ PAIRS = {
     "bias-twice": Pair(linear(1, 2, ONE, bias=[7]), linear(1, 2, ONE, bias=[0])),
     "delta-padding-mode-zeros": Pair(padded("circular"), padded("zeros")),
     "delta-dilation-ignored": Pair(dilated(2), dilated(1)),
+    "lora-dilation-ignored": Pair(dilated_lora(), dilated(2)),
     "stride-before-kernel": Pair(strided(2, 1, 1), strided(2, 1)),
     "first-group-input": Pair(grouped(1, 2), grouped(2, 2)),
     "kron-groups-in-w2": Pair(grouped_lokr(1, 10, 100, 1000), grouped_lokr(1, 1, 1, 1)),

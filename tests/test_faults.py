@@ -77,6 +77,7 @@ def test_the_wrong_delta_by_hand(name: str) -> None:
 OUTPUTS = {
     "delta-padding-mode-zeros": ([3, 6, 9, 7], [7, 6, 9, 8]),
     "delta-dilation-ignored": ([3, 6], [5, 10]),
+    "lora-dilation-ignored": ([3 + 5, 6 + 10], [5 + 5, 10 + 10]),
     "stride-before-kernel": ([4, 0], [3, 7]),
     "first-group-input": ([1, 3], [1, 6]),
     "kron-groups-in-w2": ([201, 10050, 403, 20150], [21, 105, 4300, 21500]),

@@ -167,6 +167,12 @@ def test_results_are_grouped_by_the_fault_that_explains_the_most() -> None:
     assert [(finding.cause, len(finding.results)) for finding in found] == [("equals: b", 2)]
 
 
+def test_of_two_faults_that_explain_the_same_the_narrower_comes_first() -> None:
+    one = (result(CATALOGUE["d7-rank-1"], "wrong"), Diagnosis(("wide", "narrow")))
+    (found,) = reporting.explained("peft", [one], lambda one: Diagnosis())
+    assert found.cause == "equals: narrow or wide"
+
+
 def test_a_reproduction_is_named_after_the_cause() -> None:
     causes = ["equals: kron-not-unsqueezed or kron-swapped", "raised at lokr.py:20: RuntimeError", "unknown (x)"]
     assert [reporting.slug(cause) for cause in causes] == ["kron-not-unsqueezed", "raised-at-lokr-py-20", "unknown"]

@@ -117,9 +117,10 @@ def explained(
     made, left = [], diagnosed
     while counts := Counter(name for _, found in left for name in found.equals):
         cause, most = counts.most_common(1)[0]
-        same = tuple(result for result, found in left if cause in found.equals)
-        common = set.intersection(*(set(found.equals) for _, found in left if cause in found.equals))
-        causes = " or ".join(sorted(name for name in counts if counts[name] == most and name in common))
+        own = [(result, found) for result, found in left if cause in found.equals]
+        same, common = tuple(result for result, _ in own), set.intersection(*(set(f.equals) for _, f in own))
+        # The narrower of two faults is the later one in the reference's table.
+        causes = " or ".join(n for n in reversed(own[0][1].equals) if counts[n] == most and n in common)
         made.append(Finding(peer, f"equals: {causes}", same))
         left = [(result, found) for result, found in left if cause not in found.equals]
     unknown: dict[str, list[Result]] = defaultdict(list)

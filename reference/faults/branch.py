@@ -56,9 +56,28 @@ class DeltaDilationIgnored(_Apart):
     """The delta's kernel not dilated: the larger output cut to size, or broadcast where the base's size is 1."""
 
     def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
-        wrong = apply(_except(layer, dilation=[1] * len(layer.dilation)), delta, None, x)
-        spatial = [slice(None if size == 1 else size) for size in y.shape[2:]]
-        return wrong if layer.kind == "linear" else wrong[(slice(None), slice(None), *spatial)]
+        return _undilated(layer, delta, x, y)
+
+
+def _undilated(layer: LayerLike, delta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The delta's output without dilation, cut to the size of ``y``, or whole along a dimension of size 1."""
+    wrong = apply(_except(layer, dilation=[1] * len(layer.dilation)), delta, None, x)
+    spatial = [slice(None if size == 1 else size) for size in y.shape[2:]]
+    return wrong if layer.kind == "linear" else wrong[(slice(None), slice(None), *spatial)]
+
+
+@fault("lora-dilation-ignored")
+class LoraDilationIgnored(Truth):
+    """The same, of a LoRA alone: its two convolutions are made without dilation (PEFT 0.21.2, LyCORIS's bypass)."""
+
+    def forward(
+        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, adapters: Sequence[Factors], x: Tensor
+    ) -> Tensor:
+        wrong = [a for a in adapters if a.kind == "lora" and a.strength and "dora_scale" not in a.tensors]
+        for adapter in wrong:
+            bias = self.add_bias(bias, adapter, weight)
+        right = super().forward(layer, weight, bias, [a for a in adapters if all(a is not other for other in wrong)], x)
+        return sum((_undilated(layer, self.delta(a, weight), x, right) for a in wrong), start=right)
 
 
 @fault("stride-before-kernel")
