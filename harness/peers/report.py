@@ -117,10 +117,10 @@ def explained(
     made, left = [], diagnosed
     while counts := Counter(name for _, found in left for name in found.equals):
         cause, most = counts.most_common(1)[0]
-        own = [(result, found) for result, found in left if cause in found.equals]
-        same, common = tuple(result for result, _ in own), set.intersection(*(set(f.equals) for _, f in own))
+        by_it = [(result, found) for result, found in left if cause in found.equals]
+        same, common = tuple(result for result, _ in by_it), set.intersection(*(set(f.equals) for _, f in by_it))
         # The narrower of two faults is the later one in the reference's table.
-        causes = " or ".join(n for n in reversed(own[0][1].equals) if counts[n] == most and n in common)
+        causes = " or ".join(n for n in reversed(by_it[0][1].equals) if counts[n] == most and n in common)
         made.append(Finding(peer, f"equals: {causes}", same))
         left = [(result, found) for result, found in left if cause not in found.equals]
     unknown: dict[str, list[Result]] = defaultdict(list)
