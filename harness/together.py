@@ -137,9 +137,10 @@ def _write_bench(
     backend: str, cells: dict[str, Cell], runs: Sequence[Run], files: Sequence[Sequence[Line]], out: Path, found: Found
 ) -> None:
     """One backend's report, its cells in the order of the plan, whichever file they are in."""
-    plan = {case_id(w.case): w for w in planned(Options(backend), None)}
-    if cells.keys() - plan.keys():
-        plan = {case_id(w.case): w for w in planned(Options(backend, full=True), None)}
+    plan, full = ({case_id(w.case): w for w in planned(Options(backend, full=f), None)} for f in (False, True))
+    # A cell that only `bench --full` plans: the whole of that was meant.
+    if (full.keys() - plan.keys()) & cells.keys():
+        plan = full
     ordered = [cells[name] for name in dict.fromkeys([*plan, *cells]) if name in cells]
     missing = {name: workload for name, workload in plan.items() if name not in cells}
     own = [run for run in runs if (run.plan.suite, run.plan.subject) == ("runtime", SUBJECT)]

@@ -129,6 +129,23 @@ def test_two_halves_of_a_bench_give_the_report_of_one_run(tmp_path: Path) -> Non
     assert half.missing == [f"bench cpu: {case_id(w.case)} was not measured" for w in plan[::2]]
 
 
+def test_what_is_missing_is_judged_by_the_full_plan_only_where_a_cell_is_of_it(tmp_path: Path) -> None:
+    quick, full = ([*bench.planned(bench.Options(full=full), None)] for full in (False, True))
+    own = {case_id(w.case) for w in quick}
+    extra = next(w for w in full if case_id(w.case) not in own and w.labels["workload"] == "layer")
+    path = _measured(tmp_path / "some.jsonl", iter([*quick, extra]))
+    missing = together.report([path], None, tmp_path).missing
+    assert len(missing) == len({case_id(w.case) for w in full}) - len(quick) - 1
+    renamed = structs.replace(_cell(quick[0]), id="of another version")
+    store = Store(tmp_path / "other.jsonl")
+    store.add(MACHINE)
+    for cell in (renamed, *map(_cell, quick[1:])):
+        store.add(cell)
+    store.close()
+    missing = together.report([store.path], None, tmp_path).missing
+    assert missing == [f"bench cpu: {case_id(quick[0].case)} was not measured"]
+
+
 def test_files_with_nothing_to_report_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.touch()
