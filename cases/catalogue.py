@@ -199,6 +199,17 @@ def _low_rank_kernels() -> Named:
     yield "lokr-kernel-of-rank-1", _conv(low, _conv_layer("conv2d", 8, 12), values="exact")
 
 
+def _as_trained() -> Named:
+    """A LoKr in the sizes and forms that LyCORIS and PEFT themselves choose: 30 = 5·6, 25 = 5·5, rank below half."""
+    layer = Layer("conv2d", 30, 25, (3, 2), (1, 1), (1, 0), (1, 1))
+    for w1_rank, tucker in product((0, 2), (False, True)):
+        form = f"{'both-low' if w1_rank else 'low'}{'-tucker' if tucker else ''}"
+        sizes: dict[str, Any] = {"w1_rank": w1_rank, "w2_rank": 2, "alpha": Alpha("0d", 1.0)}
+        yield f"as-trained-{form}-conv2d", _conv(lokr((5, 5), (6, 5), (3, 2), tucker=tucker, **sizes), layer)
+        if not tucker:
+            yield f"as-trained-{form}-linear", _linear(lokr((5, 5), (6, 5), **sizes), 30, 25)
+
+
 def _alphas() -> Named:
     ignored = lokr((2, 3), (4, 5), alpha=Alpha("0d", 9999999999.0, "f16"), dtype="f16")
     yield "both-full-alpha-infinite", _linear(ignored, 8, 15, dtype="f16", values="exact")
@@ -257,7 +268,8 @@ def _form_case(kind: Kind, kernel: Shape, adapter: Adapter, dtype: DType, values
 
 def _catalogue() -> dict[str, Case]:
     found: dict[str, Case] = {}
-    for group in (_known_bugs, _crashes, _corners, _groups_and_geometry, _squares, _low_rank_kernels, _alphas, _forms):
+    groups = (_known_bugs, _crashes, _corners, _groups_and_geometry, _squares, _low_rank_kernels, _as_trained, _alphas)
+    for group in (*groups, _forms):
         for name, body in group():
             if name in found:
                 raise ValueError(f"two catalogue cases are called {name}")

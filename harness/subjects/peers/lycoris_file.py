@@ -70,6 +70,7 @@ class LycorisFile(Subject):
             factorization = library("lycoris.functional", "lycoris-lora").factorization
             if decompose_factor(sizes, factorization) is None:
                 raise Unsupported("LyCORIS's factorisation of this layer gives no such w1 and w2")
+            check_forms(adapter, *sizes)
 
     def network(self, module: Any, adapter: Adapter) -> Any:
         """LyCORIS's network of one adapter, applied."""
@@ -93,6 +94,19 @@ class LycorisSaved(LycorisFile):
     """Loaded, saved by LyCORIS (`save_weights`) and loaded from there."""
 
     save = True
+
+
+def check_forms(adapter: Adapter, w1: tuple[int, int], w2: tuple[int, int]) -> None:
+    """Unsupported: forms that LyCORIS does not write, for it keeps a factor whole from half its size on."""
+    rank, t = factors.rank(adapter.tensors), adapter.tensors
+    if rank is None:
+        return
+    whole = {"w1": 2 * rank >= max(w1), "w2": 2 * rank >= max(w2)}
+    for name, is_whole in whole.items():
+        if is_whole and f"lokr_{name}_a" in t:
+            raise Unsupported(f"{name} of rank {rank}: LyCORIS keeps it whole at its size")
+    if "lokr_w2" in t and not whole["w2"]:
+        raise Unsupported(f"w2 whole at rank {rank}: LyCORIS decomposes it at its size")
 
 
 def write_file(path: Path, weight: Tensor, adapter: Adapter) -> None:
