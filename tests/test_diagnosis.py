@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fulldiff.cases.catalogue import CATALOGUE, pinned
-from fulldiff.cases.model import Case, Input, RuntimeCase, numel
+from fulldiff.cases.factors import lora
+from fulldiff.cases.model import Case, Input, Layer, RuntimeCase, numel
 from fulldiff.harness.peers.diagnosis import diagnose, forward
 from fulldiff.harness.realise import realise
 from fulldiff.harness.subjects import full_diff
@@ -88,6 +89,12 @@ def test_rows_are_told_of_an_output_of_one_dimension() -> None:
     assert isinstance(case.body, RuntimeCase)
     single = msgspec.structs.replace(case, body=msgspec.structs.replace(case.body, input=Input((12,))))
     assert "of 8" in str(diagnose(single, FirstRowsOnly(), pairs=False))
+
+
+def test_an_output_that_is_broadcast_is_diagnosed() -> None:
+    layer = Layer("conv2d", 2, 2, (2, 1), (1, 1), (0, 0), (2, 1))
+    case = Case(RuntimeCase(layer, (lora(2, 2, 1, (2, 1)),), Input((1, 2, 3, 1))), 3)
+    assert "delta-dilation-ignored" in diagnose(case, Faulty("delta-dilation-ignored"), pairs=False).equals
 
 
 @pytest.mark.parametrize(

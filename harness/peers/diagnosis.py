@@ -48,10 +48,11 @@ class Part:
         other = forward(truth, self.body, self.material)
         if other is None or other.shape != self.got.shape:
             return False
-        allowed = self.allowed
+        # A fault may broadcast the output along a dimension of size 1.
+        allowed = self.allowed.expand_as(other)
         # What is exact when it is right may have to be rounded when it is wrong: alpha over another axis, 2 / 7.
         if self.body.values == "exact" and not torch.equal(other.to(self.material.x.dtype).double(), other):
-            allowed = rounding(truth, self.body, self.material, self.arithmetic)
+            allowed = rounding(truth, self.body, self.material, self.arithmetic).expand_as(other)
         return elements("", self.got, other, allowed).holds
 
 
