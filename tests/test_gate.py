@@ -201,6 +201,11 @@ def test_a_planned_cell_that_was_not_measured_fails_unless_there_is_nothing_to_c
     assert set(also.blocks) == {"b"}
 
 
+def test_that_both_sides_load_the_same_code_is_said() -> None:
+    assert "load the same code" in gate_report.markdown(Report(cases=1, same_code=True))
+    assert "load the same code" not in gate_report.markdown(Report(cases=1))
+
+
 def test_a_wrong_output_in_the_timed_calls_fails() -> None:
     report = gate(["a"], lambda _, place, names: {"a": Figures("wrong" if place == "head" else "passed", "", 1.0)})
     assert report.worse == {"a": "passed before, wrong now"}

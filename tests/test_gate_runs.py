@@ -43,7 +43,7 @@ def test_one_mebibyte_more_is_flagged(tmp_path: Path, monkeypatch: pytest.Monkey
     assert name == "gated_subjects:Big: linear 1280×1280, 1024 tokens, LoKr, full w2"
     assert now - before == EXTRA
     assert report.exit_code == 3
-    assert (report.cases, report.worse) == (len(NAMES), {})
+    assert (report.cases, report.worse, report.same_code) == (len(NAMES), {}, False)
     assert [path.suffixes for path in tmp_path.iterdir()] == [[".previous", ".jsonl"]]
     report.accepted = {name: now}
     assert not report.changed_bytes
@@ -179,11 +179,9 @@ def test_fulldiffs_own_tree_is_a_side() -> None:
         assert NAMES[0] in side.named_cases()
 
 
-def test_a_gate_with_other_options_or_code_is_another_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = []
-    for code, most in (("one", 1), ("one", 2), ("two", 1), ("one", 1)):
-        monkeypatch.setattr(Side, "code", lambda _, code=code: code)
-        names.append(digest(Side("a"), Side("b"), most))
+def test_a_gate_with_other_options_or_code_is_another_gate() -> None:
+    base, head = Side("a"), Side("b")
+    names = [digest(base, head, code, most) for code, most in (("one", 1), ("one", 2), ("two", 1), ("one", 1))]
     assert names[0] == names[3]
     assert len(set(names)) == 3
 

@@ -59,9 +59,10 @@ def problems(report: Report) -> list[str]:
 
 def notes(report: Report) -> list[str]:
     """What was compared beside the times, and what there was nothing to compare of."""
-    return [f"not timed: {name}: {text}" for name, text in report.left_out.items()] + [
-        f"{report.cases} cases compared, {len(report.worse)} things worse"
-    ]
+    found = [f"not timed: {name}: {text}" for name, text in report.left_out.items()]
+    if report.same_code:
+        found.append("base and head load the same code, but for what is installed: nothing else can differ")
+    return [*found, f"{report.cases} cases compared, {len(report.worse)} things worse"]
 
 
 def as_json(report: Report) -> dict[str, Any]:

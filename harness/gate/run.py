@@ -31,7 +31,8 @@ UNDECIDED = ("INCONCLUSIVE", "UNFIT")
 @dataclass
 class Report:
     """What the gate found, cell by cell: bytes as (base, head); what became worse, by case or cell, and how; cells
-    ``left_out`` because there is nothing to compare, and why; how many ``cases`` were compared."""
+    ``left_out`` because there is nothing to compare, and why; how many ``cases`` were compared; whether
+    both sides load the ``same_code``."""
 
     blocks: dict[str, list[Block]] = field(default_factory=dict)
     peak_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Report:
     confirmed: dict[str, bool] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     cases: int = 0
+    same_code: bool = False
 
     @property
     def estimates(self) -> dict[str, Estimate]:
@@ -129,8 +131,10 @@ def compare(
     """
     known = expectations(head.subject, expect)
     wanted = cells(head.subject, most)
-    launches = Launches(folder / f"gate-{digest(base, head, most, threads)}.jsonl")
+    codes = base.code(), head.code()
+    launches = Launches(folder / f"gate-{digest(base, head, *codes, most, threads)}.jsonl")
     report = gate(list(wanted), measuring(base, head, threads, wanted, launches), advance)
+    report.same_code = codes[0] == codes[1] and (base.subject, base.python) == (head.subject, head.python)
     report.cases, worse = conformance(base, head, known)
     report.worse |= worse
     launches.finish()

@@ -72,9 +72,9 @@ class Side:
 
 
 def digest(base: Side, head: Side, *options: object) -> str:
-    """A short name for one comparison: another one once a side's code, or an option, has changed."""
-    words = [word for side in (base, head) for word in (side.subject, side.python, side.code())]
-    return hashlib.blake2b("\0".join([*words, *map(str, options)]).encode(), digest_size=5).hexdigest()
+    """A short name for one comparison under these options, such as the hashes of both sides' code."""
+    words = [base.subject, base.python, head.subject, head.python, *map(str, options)]
+    return hashlib.blake2b("\0".join(words).encode(), digest_size=5).hexdigest()
 
 
 @contextmanager
