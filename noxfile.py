@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
 # What a backend's bench needs beside the project itself.
-EXTRAS = {"cpu": "unet", "cuda": "unet", "rocm": "unet", "vulkan": "vulkan"}
+EXTRAS = {"cpu": "unet", "cuda": "unet", "rocm": "unet", "vulkan": "vulkan", "torchvulkan": "unet,torchvulkan"}
 PACKAGES = ("cases", "harness", "reference")
 # What the session `peers` checks, and what those hold each other to.
 PEERS = ("accelerate", "diffusers", "huggingface_hub", "lycoris_lora", "peft", "tokenizers", "transformers")
@@ -33,7 +33,7 @@ nox.options.sessions = ["tests", "lint"]
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run pytest; what needs Vulkan skips where ggml's wheel or a driver cannot be had."""
-    install(session, "dev", wanted="vulkan")
+    install(session, "dev", wanted=("vulkan", "torchvulkan"))
     session.run("pytest", *session.posargs)
 
 
@@ -75,6 +75,12 @@ def bench_rocm(session: nox.Session) -> None:
 def bench_vulkan(session: nox.Session) -> None:
     """ggml on any Vulkan GPU, or on a software driver."""
     bench(session, "vulkan")
+
+
+@nox.session(name="bench-torchvulkan")
+def bench_torchvulkan(session: nox.Session) -> None:
+    """torch on any Vulkan GPU, through the experimental package torchvulkan (Python 3.11 or 3.13)."""
+    bench(session, "torchvulkan")
 
 
 @nox.session(name="bench-load")
@@ -139,11 +145,11 @@ def install(session: nox.Session, extra: str = "", wanted: str = "", newest: Seq
     pip_once(session, "project", "--editable", target, constraints=constraints)
     if newest:
         session.install("--constraint", str(constraints), "--upgrade", *newest)
-    try:
-        if wanted:
-            pip_once(session, wanted, "--editable", f"{ROOT}[{wanted}]", constraints=constraints)
-    except CommandFailed:
-        session.warn(f"the extra {wanted!r} cannot be installed here: tests that need it will skip")
+    for name in wanted:
+        try:
+            pip_once(session, name, "--editable", f"{ROOT}[{name}]", constraints=constraints)
+        except CommandFailed:
+            session.warn(f"the extra {name!r} cannot be installed here: tests that need it will skip")
 
 
 def pip_once(session: nox.Session, step: str, *args: str, constraints: Path) -> None:

@@ -191,7 +191,7 @@ def convert(
 
 @app.command()
 def bench(
-    backend: Annotated[str, typer.Option(help="cpu, cuda, rocm or vulkan")] = "cpu",
+    backend: Annotated[str, typer.Option(help="cpu, cuda, rocm, vulkan (ggml) or torchvulkan")] = "cpu",
     adapter: Annotated[Path | None, typer.Option(help="An adapter file of yours (safetensors), measured too")] = None,
     model: Annotated[str, typer.Option(help="The file's base: sdxl, sd15, flux or zimage")] = "sdxl",
     full: Annotated[bool, typer.Option(help="All models' shapes and sizes; SDXL's UNet at real size")] = False,
