@@ -12,14 +12,13 @@ from tempfile import TemporaryDirectory
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fulldiff.harness.files import fold
 from fulldiff.harness.files.metadata import CONFIG
 from fulldiff.harness.files.writers import Writer
 from fulldiff.harness.peers import templates
 from fulldiff.harness.peers.templates import Literal, Template
 from fulldiff.harness.subjects.base import Adapter
 from fulldiff.harness.subjects.peers import diffusers, lycoris_file, peft_file
-from fulldiff.harness.subjects.peers.files import name_for, piece_of
+from fulldiff.harness.subjects.peers.files import name_for
 
 WIDTH = 112
 FILE = "adapter.safetensors"
@@ -146,8 +145,7 @@ def pipeline(subject: type[diffusers.Diffusers]) -> Template:
 def _load(adapter: Adapter, weight: Tensor, family: Writer, z_image: bool, name: str) -> list[str]:
     options = f'weight_name="{FILE}", adapter_name={name}'
     if adapter.kind == "lora":
-        piece = piece_of(weight, adapter)
-        made = file_of(lambda folder: fold.save(folder / FILE, family, [piece]))
+        made = file_of(lambda folder: diffusers.write_lora(folder, weight, adapter, family))
     elif z_image:
         made = file_of(lambda folder: diffusers.write_z_image_lokr(folder, adapter))
     else:

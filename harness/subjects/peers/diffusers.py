@@ -19,7 +19,7 @@ from fulldiff.harness.files import fold
 from fulldiff.harness.files.writers import Writer
 from fulldiff.harness.subjects.base import Adapter, Unsupported
 from fulldiff.harness.subjects.peers import library
-from fulldiff.harness.subjects.peers.files import FileSubject, Session, name_for, piece_of
+from fulldiff.harness.subjects.peers.files import FileSubject, Session, name_for, piece_of, wide
 
 FILE = "adapter.safetensors"
 Z_IMAGE_LINEAR = "layers.0.attention.to_q"
@@ -145,7 +145,7 @@ class UNetSession(PipelineSession):
     def load_file(self, folder: Path, name: str, adapter: Adapter) -> None:
         options = {"weight_name": FILE, "adapter_name": name}
         if adapter.kind == "lora":
-            fold.save(folder / FILE, self.subject.family, [piece_of(self.weight, adapter)])
+            write_lora(folder, self.weight, adapter, self.subject.family)
             self.pipeline.load_lora_weights(str(folder), **options)
         else:
             write_unet_lokr(folder, self.weight, adapter)
@@ -168,9 +168,15 @@ class ZImageSession(PipelineSession):
         self.pipeline.load_lora_weights(str(folder), weight_name=FILE, adapter_name=name)
 
 
+def write_lora(folder: Path, weight: Tensor, adapter: Adapter, family: Writer) -> None:
+    """A LoRA in kohya's names, alpha as it is, or in diffusers', its scale in lora_B."""
+    piece = piece_of(weight, adapter)
+    fold.save(folder / FILE, family, [piece if family == "kohya" else wide(piece)])
+
+
 def write_unet_lokr(folder: Path, weight: Tensor, adapter: Adapter) -> None:
     """A LoKr in diffusers' names, its scale in w1."""
-    factors = fold.scaled(piece_of(weight, adapter)).tensors
+    factors = fold.scaled(wide(piece_of(weight, adapter))).tensors
     save_file({f"unet.{name_for(weight)}.{key}": t.contiguous() for key, t in factors.items()}, folder / FILE)
 
 

@@ -144,6 +144,11 @@ def piece_of(weight: Tensor, adapter: Adapter) -> Piece[Tensor]:
     return Piece((row_for(weight),), adapter.kind, dict(adapter.tensors))
 
 
+def wide(piece: Piece[Tensor]) -> Piece[Tensor]:
+    """The piece in f64: a scale that is multiplied into a factor must not be rounded by us."""
+    return replace(piece, tensors={name: tensor.double() for name, tensor in piece.tensors.items()})
+
+
 def without_numbers(piece: Piece[Tensor]) -> Piece[Tensor]:
     """The piece with its scale as alpha for a config: alpha / rank is the same, no factor is changed."""
     rank = fold.rank_of(piece)
