@@ -56,7 +56,7 @@ class Options:
     @property
     def name(self) -> str:
         """Of the report and the result lines."""
-        return f"{self.backend}{suffix(self.shard)}"
+        return f"{self.backend}{'-full' if self.full else ''}{suffix(self.shard)}"
 
 
 def bench(options: Options, console: Console) -> bool:

@@ -28,8 +28,8 @@ from fulldiff.harness.subjects.registry import subject
 STRENGTH = 0.1
 # How far the ways' outputs may be from the full diff's, as a share of what the adapter changes at all: they
 # round differently at each of some thousand operations. Measured at an eighth and a quarter of the width: at
-# most 3e-6, 0.05 and 0.007.
-AGREEMENT = {"f32": 2e-5, "bf16": 0.2, "f16": 0.03}
+# most 8e-6, 0.05 and 0.007.
+AGREEMENT = {"f32": 4e-5, "bf16": 0.2, "f16": 0.03}
 
 
 def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
@@ -40,8 +40,11 @@ def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
     adapters = adapters_of(model, body, backend.device)
     inputs = inputs_of(body, model, backend.device)
     stepper = Stepper(model, inputs, adapters)
-    first = {way: stepper.first(way, backend) for way in body.ways}
-    outputs = {way: stepper.output(way) for way in body.ways}
+    first, outputs = {}, {}
+    for way in body.ways:
+        first[way] = stepper.first(way, backend)
+        assert stepper.output is not None
+        outputs[way] = stepper.output.double().cpu()
     found = measured(dict.fromkeys(body.ways, stepper.step), first, seconds, backend, stepper.attach)
     return found | {"check": checks(outputs, body.dtype), "adapter_bytes": _bytes(adapters)}
 
@@ -53,6 +56,8 @@ class Stepper:
         self.model, self.inputs, self.adapters = model, inputs, adapters
         self.way = NO_ADAPTER
         self.detach: Detach = nothing
+        # Of the last step.
+        self.output: Tensor | None = None
         # Kept while detached: what `planned` has chosen.
         self.subjects: dict[str, Subject] = {}
 
@@ -69,18 +74,13 @@ class Stepper:
     def first(self, way: str, backend: Backend) -> First:
         """Attach, and one step."""
         self.attach(NO_ADAPTER)
+        self.output = None
         gc.collect()
         return first_call(lambda: self.attach(way), self.step, backend)
 
-    def step(self) -> Tensor:
+    def step(self) -> None:
         """One step of the model."""
-        sample: Tensor = self.model(**self.inputs, return_dict=False)[0]
-        return sample
-
-    def output(self, way: str) -> Tensor:
-        """One step's output, as float64 on the CPU."""
-        self.attach(way)
-        return self.step().double().cpu()
+        self.output = self.model(**self.inputs, return_dict=False)[0]
 
 
 def nothing() -> None:

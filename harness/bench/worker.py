@@ -94,18 +94,26 @@ def measured(
         "held_bytes": {way: each.memory.kept for way, each in first.items()},
         "first_seconds": {way: [each.seconds] for way, each in first.items()},
         "reserved_bytes": {way: each.reserved for way, each in memory.items() if each.reserved is not None},
-        "seconds": sampled(calls, seconds, backend, prepare),
+        "seconds": sampled(calls, seconds, backend, prepare, {way: each.seconds for way, each in first.items()}),
     }
 
 
 def sampled(
-    calls: Mapping[str, Call], budget: float, backend: Backend, prepare: Callable[[str], None] = lambda way: None
+    calls: Mapping[str, Call],
+    budget: float,
+    backend: Backend,
+    prepare: Callable[[str], None] = lambda way: None,
+    first: Mapping[str, float] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of one call of each way, in as many blocks as fit the budget (seconds); see `interleave`."""
-    once = {}
+    """Seconds of one call of each way, in as many blocks as fit the budget (seconds); see `interleave`.
+
+    What took longer than `LONG` when ``first`` called (seconds) is warm.
+    """
+    once = dict(first or {})
     for way, call in calls.items():
-        prepare(way)
-        once[way] = _warm(call, backend)
+        if once.get(way, 0.0) < LONG:
+            prepare(way)
+            once[way] = _warm(call, backend)
     repeats = {way: max(1, round(MIN_SAMPLE / max(1e-7, t))) for way, t in once.items()}
 
     def sample(way: str) -> float:
