@@ -5,12 +5,10 @@ Each library or driver that is missing skips what needs it, and the reason says 
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from vulkan_here import BACKENDS, needs_ggml, needs_vulkan
 
 from fulldiff.cases.catalogue import pinned
 from fulldiff.harness.backends import ggml, vulkan
@@ -31,21 +29,6 @@ NAMES = (
     "nb10-transposed-input", "form-w1factored-tucker-conv3d-f32-normal", "form-loha-linear-bf16-normal",
     "form-diff-bias-conv1d-f16-normal",
 )  # fmt: skip
-
-
-def _without_ggml() -> str:
-    try:
-        ggml.find()
-    except ggml.GgmlAbsent as reason:
-        return str(reason)
-    return ""
-
-
-NO_GGML = _without_ggml()
-NO_VULKAN = NO_GGML or vulkan.missing() or ""
-needs_ggml = pytest.mark.skipif(bool(NO_GGML), reason=NO_GGML)
-needs_vulkan = pytest.mark.skipif(bool(NO_VULKAN), reason=NO_VULKAN)
-BACKENDS = [pytest.param("cpu", marks=needs_ggml), pytest.param("vulkan", marks=needs_vulkan)]
 
 
 @pytest.mark.parametrize("items", [1, 4099, LIMIT - 1, LIMIT, LIMIT + 1, 3 * 2**20, 2097143, 16777213])
@@ -153,65 +136,6 @@ def test_the_pull_request_s_order_is_right_wrong_or_crashes_and_the_run_goes_on(
             judgement = worker.judge(pinned()[name], "ggml-sdcpp-order")
             assert (name, judgement.outcome) == (name, outcome)
             assert says in judgement.message
-
-
-NB10 = """
-import torch
-from fulldiff.harness.subjects.ggml.graph import Graph
-from fulldiff.harness.subjects.ggml.session import session
-with Graph(session("cpu", True)) as g:
-    y = g.mul_mat(g.tensor(torch.ones(4, 8)), g.transpose(g.tensor(torch.ones(8, 3))))
-    g._ask()
-    print("supported", flush=True)
-    g.compute(y)
-"""
-
-
-@needs_ggml
-def test_a_transposed_operand_is_called_supported_and_then_aborts() -> None:
-    done = subprocess.run([sys.executable, "-c", NB10], capture_output=True, text=True)
-    assert "supported" in done.stdout
-    assert done.returncode != 0 and "nb10" in done.stderr
-
-
-MEASURE = """
-import json, sys, torch
-from fulldiff.harness.bench import ggml_cell as cell
-from fulldiff.harness.subjects.base import Adapter
-from fulldiff.harness.subjects.ggml.graph import Graph
-from fulldiff.harness.subjects.ggml.layer import layer
-from fulldiff.harness.subjects.ggml.session import session
-from fulldiff.harness.subjects.ggml.subject import Ggml
-backend, sizes = sys.argv[1], {}
-tensors = {"lokr_w1": torch.zeros(16, 16), "lokr_w2": torch.zeros(80, 80)}
-subject, module = Ggml(backend), torch.nn.Linear(1280, 1280, bias=False).requires_grad_(False)
-for name, adapters in (("none", []), ("runtime", [Adapter("lokr", tensors)])):
-    with Graph(subject.session) as g:
-        made = layer(g, module, torch.zeros(4096, 1280))
-        g.expand(subject.output(made, adapters))
-        sizes[name] = g.measure()
-weight, small = torch.zeros(1024, 1024).half(), {"lokr_w1": torch.zeros(16, 16), "lokr_w2": torch.zeros(64, 64)}
-for way in ("none", "all-alive", "per-layer", "runtime"):
-    for layers in (4, 16):
-        with Graph(subject.session) as g:
-            spec = cell.ChainSpec(backend, way, layers)
-            adapters = [Adapter("lokr", small)] * layers
-            g.expand(cell.build(g, spec, [weight] * layers, adapters, torch.zeros(256, 1024)))
-            sizes[f"{way}/{layers}"] = g.measure()
-print(json.dumps(sizes))
-"""
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compute_buffers_are_those_of_the_pull_request_s_claim_to_the_byte(backend: str) -> None:
-    done = subprocess.run([sys.executable, "-c", MEASURE, backend], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-500:]
-    sizes = json.loads(done.stdout.splitlines()[-1])
-    assert (sizes["none"], sizes["runtime"]) == (20_971_520, 41_943_040)
-    chains = {
-        way: [sizes[f"{way}/{n}"] / 2**20 for n in (4, 16)] for way in ("none", "all-alive", "per-layer", "runtime")
-    }
-    assert chains == {"none": [2, 2], "all-alive": [12, 36], "per-layer": [8, 8], "runtime": [3, 3]}
 
 
 def test_a_subject_s_budget_is_the_case_s_dtype_unless_it_says_otherwise() -> None:

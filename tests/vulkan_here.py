@@ -1,0 +1,22 @@
+"""What of ggml and Vulkan this machine has; what is missing skips the tests that need it, and says which."""
+
+from __future__ import annotations
+
+import pytest
+
+from fulldiff.harness.backends import ggml, vulkan
+
+
+def _without_ggml() -> str:
+    try:
+        ggml.find()
+    except ggml.GgmlAbsent as reason:
+        return str(reason)
+    return ""
+
+
+NO_GGML = _without_ggml()
+NO_VULKAN = NO_GGML or vulkan.missing() or ""
+needs_ggml = pytest.mark.skipif(bool(NO_GGML), reason=NO_GGML)
+needs_vulkan = pytest.mark.skipif(bool(NO_VULKAN), reason=NO_VULKAN)
+BACKENDS = [pytest.param("cpu", marks=needs_ggml), pytest.param("vulkan", marks=needs_vulkan)]
