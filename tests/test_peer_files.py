@@ -61,6 +61,34 @@ def test_diffusers_leaves_a_lokr_of_two_low_rank_factors_unloaded() -> None:
     assert runtime.judge(case, peer("diffusers"), lambda stage: None).outcome == "wrong"
 
 
+def test_lycoris_cannot_load_its_own_lokr_with_a_tucker_core() -> None:
+    """The rank is read from the wrong axis of w2_a, (rank, vp) beside a core: the module is made without one."""
+    with pytest.raises(AttributeError, match="lokr_w2_a"):
+        runtime.judge(CATALOGUE["as-trained-low-tucker-conv2d"], peer("lycoris-file"), lambda stage: None)
+
+
+def test_lycoris_at_strength_0_keeps_the_delta_of_a_dora() -> None:
+    """Its multiplier scales the magnitude's part alone: W' = (W + ΔW) · (1 + multiplier · (m / norm − 1))."""
+    lycoris = peer("lycoris-file")
+    layer, tensors = nn.Linear(3, 2, bias=False), {"alpha": torch.tensor(1.0), "dora_scale": torch.ones(2, 1)}
+    base = layer(torch.eye(3))
+    tensors |= {"lora_up.weight": torch.ones(2, 1), "lora_down.weight": torch.ones(1, 3)}
+    lycoris.attach(layer, [Loaded("lora", tensors, 0.0)])
+    torch.testing.assert_close(layer(torch.eye(3)), base + 1)
+
+
+def test_peft_s_unload_after_merge_leaves_the_delta() -> None:
+    """`unload` promises the base model "without merging"."""
+    peft = pytest.importorskip("peft")
+    holder = nn.Module()
+    holder.add_module("layer", nn.Linear(4, 3))
+    before = holder.get_parameter("layer.weight").detach().clone()
+    config = peft.LoraConfig(r=2, target_modules=["layer"], init_lora_weights=False)
+    model = peft.get_peft_model(holder, config)
+    model.merge_adapter()
+    assert (model.unload().get_parameter("layer.weight") - before).abs().max() > 0.01
+
+
 @pytest.mark.parametrize("name", ["peft-file", "lycoris-file", "diffusers", "diffusers-fused"])
 @pytest.mark.parametrize("order", [(1, 2, -1, -2), (2, 1, -1, -2)])
 def test_files_come_off_in_any_order(name: str, order: tuple[int, ...]) -> None:
