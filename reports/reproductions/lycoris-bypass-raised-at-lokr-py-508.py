@@ -1,0 +1,67 @@
+"""lycoris-bypass: raised at lokr.py:508: RuntimeError
+
+Written by `fulldiff peers` from the case runtime/conv2d-8x15-k3x3-p1x1/lokr[w1.2x3+w2_a.4x2+w2_b.2x45]/f32-0x15x5x5/normal/068511ffa6.
+It needs torch and lycoris-lora. Exit code 1: the output is not the expected one; 0: it is.
+"""
+
+import sys
+import warnings
+
+import torch
+from torch import nn
+from lycoris import modules
+
+warnings.simplefilter("ignore")
+base = nn.Conv2d(15, 8, (3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1, bias=True, padding_mode='zeros').to(torch.float32).eval().requires_grad_(False)
+nn.init.zeros_(base.weight)
+nn.init.zeros_(base.bias)
+x = torch.zeros((0, 15, 5, 5), dtype=torch.float32)
+# y = (W + ΔW) x in float64, and the error that rounding explains.
+expected = torch.zeros((0, 8, 5, 5), dtype=torch.float64)
+allowed = 0.0
+
+
+def run():
+    module = modules.LokrModule("layer", base, 1.0, 2, None,
+        use_tucker=False, bypass_mode=True, full_matrix=False).to(base.weight.dtype).eval()
+    # LyCORIS chooses sizes of its own; these are the file's, with the flags its constructor sets for them.
+    for own in [own for own in module._parameters if own.startswith("lokr_")]:
+        del module._parameters[own]
+    module.lokr_w1 = nn.Parameter(torch.tensor([[0.3523406982421875, -0.43780517578125, -0.0665740966796875],
+     [-0.2539825439453125, 0.7898712158203125, -0.54058837890625]], dtype=torch.float32).reshape((2, 3)))
+    module.lokr_w2_a = nn.Parameter(torch.tensor([[0.3685111105442047, -0.3161656856536865], [-0.22066935896873474, -0.16200734674930573],
+     [-0.055709294974803925, -0.12304260581731796], [0.5838356614112854, 1.4325754642486572]], dtype=torch.float32).reshape((4, 2)))
+    module.lokr_w2_b = nn.Parameter(torch.tensor([[0.06125998869538307, -0.07371370494365692, 0.17266184091567993, -0.19227418303489685, -0.09418097883462906,
+      -0.05842332914471626, 0.09487438201904297, 0.13605713844299316, -0.0604129284620285, 0.3014894425868988,
+      0.21872994303703308, 0.03316131606698036, 0.23156581819057465, 0.1361989676952362, -0.20251372456550598,
+      0.20021681487560272, -0.029032403603196144, 0.09948789328336716, 0.10655983537435532, 0.11940359324216843,
+      0.004156491719186306, -0.2203216254711151, -0.12671586871147156, 0.11358844488859177, 0.01532583124935627,
+      0.03407929092645645, -0.11031446605920792, -0.15028376877307892, 0.09142705798149109, 0.08639592677354813,
+      -0.15733206272125244, -0.03586795926094055, 0.16614146530628204, -0.01748090237379074, 0.08631712943315506,
+      -0.2898394465446472, 0.00879363901913166, 0.07188957184553146, -0.013210157863795757, -0.09334179759025574,
+      -0.15952259302139282, 0.06696482002735138, 0.12519116699695587, 0.06839103251695633, 0.1773502081632614],
+     [0.011949420906603336, 0.022819334641098976, -0.09740373492240906, -0.10001582652330399, 0.00502324802801013,
+      -0.0355803556740284, -0.2625129818916321, 0.016882052645087242, 0.05047674849629402, 0.10245849937200546,
+      -0.08160512894392014, 0.03961077332496643, 0.024734079837799072, 0.10041768103837967, 0.09296751767396927,
+      -0.10362862050533295, -0.05217874422669411, -0.06915535032749176, 0.04050510749220848, -0.18298017978668213,
+      0.4059532880783081, 0.1058821901679039, 0.10442052036523819, -0.21913181245326996, -0.08729419857263565,
+      0.09117884933948517, 0.03781028464436531, 0.19323155283927917, -0.1810181587934494, -0.03393745794892311,
+      0.024501631036400795, -0.10697351396083832, 0.0548696294426918, 0.01639745756983757, 0.21493986248970032,
+      0.13398873805999756, 0.1460287719964981, -0.09806562215089798, 0.011433306150138378, -0.21341121196746826,
+      0.19274695217609406, -0.009266415610909462, -0.12712953984737396, -0.13505642116069794, 0.2570248246192932]], dtype=torch.float32).reshape((2, 45)))
+    module.use_w1, module.use_w2, module.tucker = True, False, False
+    module.scale = 1.0
+    module.apply_to()
+    return base(x)
+
+
+try:
+    with torch.no_grad():
+        got = run().double()
+except Exception as error:
+    sys.exit(f"got {type(error).__name__}: {error}\nexpected {expected.tolist()}\ndiffers")
+print("got", got.tolist())
+print("expected", expected.tolist())
+if got.shape != expected.shape or bool(((got - expected).abs() > allowed).any()):
+    sys.exit("differs")
+print("right")
