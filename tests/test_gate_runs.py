@@ -50,7 +50,9 @@ def test_one_mebibyte_more_is_flagged(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_launch_gives_the_bare_layer_beside_the_subject_and_says_what_is_unsupported() -> None:
-    kronecker, lora = launch(Side("gated_subjects:OnlyLoRA"), 1, cells("OnlyLoRA", 2)).values()
+    side = Side("gated_subjects:OnlyLoRA")
+    with side.worker(1) as worker:
+        kronecker, lora = launch(side, worker, cells("OnlyLoRA", 2)).values()
     assert (kronecker.outcome, kronecker.message) == ("unsupported", "LoRA only")
     assert lora.outcome == "passed"
     assert 0 < lora.bare_seconds < 2 * lora.seconds

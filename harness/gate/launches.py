@@ -1,4 +1,4 @@
-"""Launches: a process of its own that measures each cell once. Each is written down, so none is measured twice."""
+"""Launches: each cell measured once, in a process of its own. Each is written down, so none is measured twice."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 
 from fulldiff.cases.model import BenchCase, Case
 from fulldiff.harness.gate.sides import GateError, Side
+from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Answer, Judgement, Measure, Outcome
 from fulldiff.harness.subjects.names import NO_ADAPTER
 
@@ -38,10 +39,12 @@ def figure(launch: Figures) -> float:
     return launch.seconds
 
 
-def launch(side: Side, threads: int, cells: Mapping[str, Case]) -> Measured:
-    """Measure each cell with the side's subject, in a new process."""
-    with side.worker(threads) as worker:
-        return {name: _figures(side.subject, worker.ask(Measure(_of(side, c), SECONDS))) for name, c in cells.items()}
+def launch(side: Side, worker: Worker, cells: Mapping[str, Case]) -> Measured:
+    """Measure each cell with the side's subject, in new processes."""
+    found = {name: _figures(side.subject, worker.ask(Measure(_of(side, c), SECONDS))) for name, c in cells.items()}
+    if not worker.fork:
+        worker.stop()
+    return found
 
 
 def _of(side: Side, case: Case) -> Case:

@@ -18,6 +18,7 @@ from fulldiff.harness.gate.conformance import conformance, worse
 from fulldiff.harness.gate.launches import Figures, Launches, Measured, figure, launch
 from fulldiff.harness.gate.sides import Side, digest
 from fulldiff.harness.gate.stats import BLOCKS, Block, Estimate, Verdict, estimate, verdicts
+from fulldiff.harness.manager import Worker
 from fulldiff.harness.results import Cell, Result, pooled, read
 from fulldiff.harness.search import RANKS
 
@@ -133,7 +134,8 @@ def compare(
     wanted = cells(head.subject, most)
     codes = base.code(), head.code()
     launches = Launches(folder / f"gate-{digest(base, head, *codes, most, threads)}.jsonl")
-    report = gate(list(wanted), measuring(base, head, threads, wanted, launches), advance)
+    with base.worker(threads) as one, head.worker(threads) as other:
+        report = gate(list(wanted), measuring({"base": (base, one), "head": (head, other)}, wanted, launches), advance)
     report.same_code = codes[0] == codes[1] and (base.subject, base.python) == (head.subject, head.python)
     report.cases, worse = conformance(base, head, known)
     report.worse |= worse
@@ -141,13 +143,12 @@ def compare(
     return report
 
 
-def measuring(base: Side, head: Side, threads: int, wanted: Mapping[str, Case], launches: Launches) -> Measure:
+def measuring(sides: Mapping[Place, tuple[Side, Worker]], wanted: Mapping[str, Case], launches: Launches) -> Measure:
     """Real launches of the two sides, each written down."""
-    sides = {"base": base, "head": head}
 
     def measure(label: str, place: Place, names: Sequence[str]) -> Measured:
         own = {name: wanted[name] for name in names}
-        return launches.get(label, names, lambda: launch(sides[place], threads, own))
+        return launches.get(label, names, lambda: launch(*sides[place], own))
 
     return measure
 

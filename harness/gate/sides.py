@@ -48,8 +48,8 @@ class Side:
         return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
     def worker(self, threads: int, timed: bool = True) -> Worker:
-        """A worker that imports this side's code."""
-        worker = Worker(self.python, threads=threads, timed=timed)
+        """A worker that imports this side's code; what is timed runs in a new process each."""
+        worker = Worker(self.python, threads=threads, timed=timed, forked=timed)
         worker.environment = {**worker.environment, **self.environment()}
         return worker
 
