@@ -266,3 +266,8 @@ def test_a_launch_that_failed_leaves_no_half_of_a_cell() -> None:
     assert not good.pooled(crashed).seconds
     assert not crashed.pooled(good).seconds
     assert good.pooled(crashed).check["all"].outcome == "crashed"
+
+
+def test_a_short_budget_s_layers_may_occur_at_no_size() -> None:
+    cells = [replace(cell, labels=cell.labels | {"count_at": {}}) for cell in _cells() if "count_at" in cell.labels]
+    assert bench_numbers.steps_of_layers(bench_numbers.frame(cells)).empty

@@ -63,12 +63,14 @@ def noise(table: pd.DataFrame) -> dict[str, float]:
 
 def steps_of_layers(layers: pd.DataFrame) -> pd.DataFrame:
     """For each model, image size, dtype, form and way: the layers' time as often as each occurs, over the bare one."""
+    keys = ["model", "size", "dtype", "form", "way"]
     rows = []
     for row in layers.to_dict("records"):
         for size, count in (row["count_at"] or {}).items():
-            rows.append({**row, "size": size, "weighted": count * row["seconds"], "layers": count})
-    spread = pd.DataFrame(rows)
-    keys = ["model", "size", "dtype", "form", "way"]
+            rows.append(
+                {name: row.get(name) for name in (*keys, "extra")} | {"size": size, "weighted": count * row["seconds"]}
+            )
+    spread = pd.DataFrame(rows, columns=[*keys, "extra", "weighted"])
     sums = spread.groupby(keys, as_index=False).agg(seconds=("weighted", "sum"), extra=("extra", "max"))
     bare = sums[sums.way == NO_ADAPTER].set_index(keys[:-1]).seconds
     sums["ratio"] = [r.seconds / bare[tuple(getattr(r, k) for k in keys[:-1])] for r in sums.itertuples()]

@@ -27,8 +27,9 @@ def plot(table: pd.DataFrame, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(17, 5), layout="constrained")
     layers = table[table.workload == "layer"]
     scatter(axes[0], shown[shown.workload == "layer"], "single layers")
-    if len(layers):
-        bars(axes[1], steps_of_layers(layers))
+    sums = steps_of_layers(layers)
+    if len(sums):
+        bars(axes[1], sums)
     steps = shown[shown.workload == "step"]
     if len(steps):
         pareto(axes[2], steps)
