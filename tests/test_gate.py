@@ -14,7 +14,7 @@ import pytest
 
 from fulldiff.harness.gate import report as gate_report
 from fulldiff.harness.gate.baseline import accept, accepted_bytes
-from fulldiff.harness.gate.launches import Figures
+from fulldiff.harness.gate.launches import Figures, figure
 from fulldiff.harness.gate.run import ORDER, Measure, Report, compare_stored, gate
 from fulldiff.harness.gate.sides import GateError
 from fulldiff.harness.gate.stats import BLOCKS, Block, Verdict, estimate, verdicts
@@ -46,7 +46,7 @@ def machine(chance: random.Random, change: float, noise: float) -> Measure:
 def made(chance: random.Random, change: float, noise: float) -> list[Block]:
     """The blocks of one cell."""
     measure = machine(chance, change, noise)
-    times = [[measure("", place, ["changed"])["changed"].seconds for place in ORDER] for _ in range(BLOCKS)]
+    times = [[figure(measure("", place, ["changed"])["changed"]) for place in ORDER] for _ in range(BLOCKS)]
     return [(a, b, c, d) for a, b, c, d in times]
 
 
