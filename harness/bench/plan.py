@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ CLIP = 77
 DTYPES: tuple[DType, ...] = ("f32", "bf16")
 FORMS = {"full w2": 0, "rank 16": 16}
 FACTOR = 8
-# The layer shapes of a quick bench: those with the most FLOPs.
-SHAPES = 6
+# The layer shapes of a quick bench: those with the most FLOPs, two thirds of SDXL's step.
+SHAPES = 4
 LAYER_WAYS = (NO_ADAPTER, AGAIN, "full-diff", "streamed", "runtime-lokr", "planned")
 STEP_WAYS = (
     NO_ADAPTER, AGAIN, "full-diff-alive", "full-diff", "streamed", "runtime-lokr", "hybrid", "planned", "merged",
@@ -79,6 +79,12 @@ def shapes(model: str, sizes: Iterable[Size]) -> list[Shape]:
                 key = (tokens(row, *size), size)
                 counts[key] = counts.get(key, 0) + 1
     return sorted((Shape(model, layer, counts) for layer, counts in found.items()), key=lambda s: -s.flops)
+
+
+def share(model: str, layers: Collection[str]) -> float:
+    """The share of a step's FLOPs at 1024 × 1024 that the described layers carry."""
+    flops = {describe(shape.layer): shape.flops for shape in shapes(model, SIZES)}
+    return sum(count for name, count in flops.items() if name in layers) / sum(flops.values())
 
 
 def plain(row: TableRow) -> Layer:

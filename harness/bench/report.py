@@ -10,7 +10,7 @@ import pandas as pd
 
 from fulldiff.harness.bench import plots as bench_plots
 from fulldiff.harness.bench.numbers import MIB, advice, break_even, frame, noise, steps_of_layers
-from fulldiff.harness.bench.plan import Workload
+from fulldiff.harness.bench.plan import Workload, share
 from fulldiff.harness.files.match import Match
 from fulldiff.harness.results import Cell, Environment, Result
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
@@ -79,6 +79,7 @@ def layer_sections(layers: pd.DataFrame, backend: str) -> list[str]:
     """What single layers cost, in a step together, and from how many tokens on streamed is the faster."""
     return [
         "## Its layers one by one\n",
+        f"{measured_shapes(layers)}\n",
         "Time over the bare layer, median over the shapes; extra: peak memory of a call beyond the bare layer's; "
         "held: what stays between calls.\n",
         layer_summary(layers),
@@ -90,6 +91,16 @@ def layer_sections(layers: pd.DataFrame, backend: str) -> list[str]:
         "\nTokens above which `streamed` is the faster, by shape:\n",
         break_even_table(layers),
     ]
+
+
+def measured_shapes(layers: pd.DataFrame) -> str:
+    """How much of each model's step was measured."""
+    found = layers.groupby("model").layer.unique()
+    parts = [
+        f"{len(names)} layer shapes of {model}, {share(model, set(names)):.0%} of a step's FLOPs"
+        for model, names in found.items()
+    ]
+    return f"Measured: {'; '.join(parts)}."
 
 
 def environment(env: Environment) -> str:

@@ -179,7 +179,9 @@ def _with_kernel(adapter: Adapter, weight: Tensor) -> dict[str, Tensor]:
 
 
 def gamma_of(adapter: Adapter) -> float:
-    """alpha for a LoKr, alpha / rank for the others."""
-    rank, alpha = factors.rank(adapter.tensors) or 1, alpha_of(adapter)
+    """alpha for a LoKr, alpha / rank for the others; 1 for two full factors, which have neither."""
+    rank, alpha = factors.rank(adapter.tensors), alpha_of(adapter)
+    if rank is None:
+        return 1.0
     known = float(rank) if alpha is None else alpha
     return known if adapter.kind == "lokr" else known / rank
