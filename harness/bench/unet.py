@@ -15,7 +15,7 @@ from fulldiff.cases.factors import lokr_for
 from fulldiff.cases.model import Case, StepCase
 from fulldiff.cases.models.configs import SDXL_UNET
 from fulldiff.harness.backends.base import Backend
-from fulldiff.harness.bench.worker import First, first_call, measured
+from fulldiff.harness.bench.worker import Calls, begin, measured
 from fulldiff.harness.judge import conclude
 from fulldiff.harness.protocol import Claim
 from fulldiff.harness.realise import DTYPES
@@ -40,12 +40,12 @@ def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
     adapters = adapters_of(model, body, backend.device)
     inputs = inputs_of(body, model, backend.device)
     stepper = Stepper(model, inputs, adapters)
-    first, outputs = {}, {}
+    begun, outputs = {}, {}
     for way in body.ways:
-        first[way] = stepper.first(way, backend)
+        begun[way] = stepper.begin(way, backend)
         assert stepper.output is not None
         outputs[way] = stepper.output.double().cpu()
-    found = measured(dict.fromkeys(body.ways, stepper.step), first, seconds, backend, stepper.attach)
+    found = measured(dict.fromkeys(body.ways, stepper.step), begun, seconds, backend, stepper.attach)
     return found | {"check": checks(outputs, body.dtype), "adapter_bytes": _bytes(adapters)}
 
 
@@ -71,12 +71,12 @@ class Stepper:
             own = self.subjects.setdefault(way, subject(way))
             self.detach = own.attach_model(self.model, self.adapters)
 
-    def first(self, way: str, backend: Backend) -> First:
-        """Attach, and one step."""
+    def begin(self, way: str, backend: Backend) -> Calls:
+        """Attach, and the first two steps."""
         self.attach(NO_ADAPTER)
         self.output = None
         gc.collect()
-        return first_call(lambda: self.attach(way), self.step, backend)
+        return begin(lambda: self.attach(way), self.step, backend)
 
     def step(self) -> None:
         """One step of the model."""

@@ -33,11 +33,12 @@ WARM_UP = 0.02
 Call = Callable[[], Any]
 
 
-class First(NamedTuple):
-    """A way's first call: its bytes with those of attaching, and its seconds."""
+class Calls(NamedTuple):
+    """A way's first call, its bytes with those of attaching and its seconds, and the bytes of the next one."""
 
-    memory: Memory
+    first: Memory
     seconds: float
+    steady: Memory
 
 
 def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
@@ -67,16 +68,16 @@ def _layer(body: BenchCase, seed: int, seconds: float, backend: Backend) -> dict
     material = on(backend.device, realise(Case(runtime, seed), runtime))
     modules = {way: module_for(runtime.layer, material.weight, material.bias) for way in body.ways}
     subjects = {way: subject(way) for way in body.ways if way not in (NO_ADAPTER, AGAIN)}
-    first = {way: _first(runtime, material, subjects.get(way), module, backend) for way, module in modules.items()}
+    begun = {way: _begun(runtime, material, subjects.get(way), module, backend) for way, module in modules.items()}
     calls: dict[str, Call] = {way: _call(module, material.x) for way, module in modules.items()}
     checks = _checks(runtime, material, modules, subjects)
     facts = {"flop_floor": flop_floor(runtime, material, modules[NO_ADAPTER])}
-    return measured(calls, first, seconds, backend) | {"check": checks, "facts": facts}
+    return measured(calls, begun, seconds, backend) | {"check": checks, "facts": facts}
 
 
 def measured(
     calls: Mapping[str, Call],
-    first: Mapping[str, First],
+    begun: Mapping[str, Calls],
     seconds: float,
     backend: Backend,
     prepare: Callable[[str], None] = lambda way: None,
@@ -85,16 +86,13 @@ def measured(
 
     ``prepare`` is told which way comes next; what it does is not measured.
     """
-    memory = {}
-    for way, call in calls.items():
-        prepare(way)
-        memory[way] = backend.memory(call)
+    steady = {way: each.steady for way, each in begun.items()}
     return {
-        "peak_bytes": {way: each.peak for way, each in memory.items()},
-        "held_bytes": {way: each.memory.kept for way, each in first.items()},
-        "first_seconds": {way: [each.seconds] for way, each in first.items()},
-        "reserved_bytes": {way: each.reserved for way, each in memory.items() if each.reserved is not None},
-        "seconds": sampled(calls, seconds, backend, prepare, {way: each.seconds for way, each in first.items()}),
+        "peak_bytes": {way: each.peak for way, each in steady.items()},
+        "held_bytes": {way: each.first.kept for way, each in begun.items()},
+        "first_seconds": {way: [each.seconds] for way, each in begun.items()},
+        "reserved_bytes": {way: each.reserved for way, each in steady.items() if each.reserved is not None},
+        "seconds": sampled(calls, seconds, backend, prepare, {way: each.seconds for way, each in begun.items()}),
     }
 
 
@@ -140,23 +138,23 @@ def _repeated(call: Call, times: int) -> Call:
     return repeat
 
 
-def _first(body: RuntimeCase, material: Material, own: Subject | None, module: nn.Module, backend: Backend) -> First:
+def _begun(body: RuntimeCase, material: Material, own: Subject | None, module: nn.Module, backend: Backend) -> Calls:
     def attach() -> None:
         if own is not None:
             own.attach(module, loaded(body, material))
 
-    return first_call(attach, _call(module, material.x), backend)
+    return begin(attach, _call(module, material.x), backend)
 
 
-def first_call(attach: Call, call: Call, backend: Backend) -> First:
-    """Attach, and call once: the time of the call, and the bytes that stay are what the way holds."""
+def begin(attach: Call, call: Call, backend: Backend) -> Calls:
+    """Attach, and call twice: the bytes that stay after the first are what the way holds."""
     times: list[float] = []
 
     def attach_and_call() -> None:
         attach()
         times.append(backend.seconds(call))
 
-    return First(backend.memory(attach_and_call), times[0])
+    return Calls(backend.memory(attach_and_call), times[0], backend.memory(call))
 
 
 def flop_floor(body: RuntimeCase, material: Material, module: Any) -> float:

@@ -12,7 +12,7 @@ group touches and keep its part, in a buffer of at most (out / groups + 2·vp) c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,10 +80,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Branch:
-    """One adapter on one layer, ready to run: the candidate orders in f32, and the scale."""
+    """One adapter on one layer: its factors as they were given, the scale, and the plans made so far."""
 
     module: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-    orders: list[tuple[Step, ...]]
+    factors: Mapping[str, Tensor]
     scale: float
     w1: tuple[int, int]
     w2: tuple[int, int]
@@ -92,19 +92,25 @@ class Branch:
     @staticmethod
     def make(module: nn.Module, adapter: Adapter) -> Branch:
         assert isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        wide = torch.promote_types(module.weight.dtype, torch.float32)
-        t = {name: f.detach().to(wide) for name, f in adapter.tensors.items() if name != "alpha"}
-        shape = module.weight.shape
-        found = contraction.orders(t, shape, pointwise=_is_pointwise(module))
-        w1, w2 = factors.w1_sizes(t), factors.w2_sizes(t, shape)
-        return Branch(module, found, factors.scale(adapter), w1, w2, {})
+        t = {name: factor.detach() for name, factor in adapter.tensors.items() if name != "alpha"}
+        w1, w2 = factors.w1_sizes(t), factors.w2_sizes(t, module.weight.shape)
+        made = Branch(module, t, factors.scale(adapter), w1, w2, {})
+        made.orders()
+        return made
+
+    def orders(self) -> list[tuple[Step, ...]]:
+        """The candidates, in f32 or wider; not kept. Raises Refused: the factors do not fit the layer."""
+        weight = self.module.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        t = {name: factor.to(wide) for name, factor in self.factors.items()}
+        return contraction.orders(t, weight.shape, pointwise=_is_pointwise(self.module))
 
     def plan(self, positions_in: int = 1, positions_out: int = 1) -> Plan:
         """The best order for these numbers of positions of one item (a token has one)."""
         key = (positions_in, positions_out)
         if key not in self.ready:
             shape = contraction.Shape(self.w1[1], self.w2[1], positions_in, positions_out)
-            order, scale = contraction.best(self.orders, shape), self.scale
+            order, scale = contraction.best(self.orders(), shape), self.scale
             peak, dtype = contraction.cost(order, shape).peak, self.module.weight.dtype
             if dtype == torch.float16:
                 order, scale = contraction.balance(order, scale)
