@@ -97,7 +97,7 @@ def test_drawn_sets_hold_what_loaders_get_wrong() -> None:
     def encode_modules(file: Any) -> str:
         return str(sorted(file.modules))
 
-    search(check, 150)
+    search(check, 1000)
     assert {"1 files", "8 files", "again", "strength 0", "strength -0.5", "lokr", "glora", "w_norm", "peft"} <= seen
 
 
