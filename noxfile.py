@@ -124,11 +124,11 @@ def bench(session: nox.Session, backend: str) -> None:
     session.run("fulldiff", "bench", "--backend", backend, *session.posargs)
 
 
-def install(session: nox.Session, extra: str = "", wanted: str = "", newest: Sequence[str] = ()) -> None:
+def install(session: nox.Session, extra: str = "", wanted: Sequence[str] = (), newest: Sequence[str] = ()) -> None:
     """Install torch, then this project (editable) with an extra, at the tested versions.
 
     Torch comes first and alone: only it may come from the other index, and the second step keeps
-    a torch that meets the constraints. The extra ``wanted`` is installed where it can be had; the
+    a torch that meets the constraints. The extras ``wanted`` are installed where they can be had; the
     packages ``newest`` at their newest release, whatever is tested.
     """
     pinned = "".join(line for line in CONSTRAINTS.open() if line.partition("==")[0] not in newest)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import platform
+import re
 import tomllib
 import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -124,10 +126,7 @@ def conform(
         task = progress.add_task(f"conform {subject}", total=(len(named) + profile.examples) // shard[1])
         engine = Engine(store, worker, subject, on_result=lambda _: progress.advance(task))
         results = [engine.observe(case, label) for label, case in named.items() if has(shard, ids[label])]
-
-        def expected(result: Result) -> bool:
-            return excused(result, known)
-
+        expected = partial(excused, known=known)
         bad = {f"named case {r.name}": r for r in results if r.judgement.outcome not in FINE and not expected(r)}
         search = Search(engine, profile.examples, profile.seconds, expected=expected, shard=shard)
         found = bad | dict(search.run(chosen.generated(), seed))
@@ -144,7 +143,8 @@ def conform(
 def file_name(subject: str, seed: int, suite: str, shard: Shard) -> str:
     """The file of a run's result lines."""
     first = "" if suite == "runtime" else f"{suite}-"
-    return f"conform-{first}{subject.replace(':', '-').replace('/', '-')}-{seed}{suffix(shard)}.jsonl"
+    # A subject may be a whole command.
+    return f"conform-{first}{re.sub('[^A-Za-z0-9_.@-]', '-', subject)}-{seed}{suffix(shard)}.jsonl"
 
 
 def excused(result: Result, known: Sequence[Expectation]) -> bool:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
+from fulldiff.harness.asking import NoAnswer, ask
 from fulldiff.harness.backends import vulkan
 
 # A driver that crashes takes along only the process that asks it.
@@ -24,9 +21,8 @@ def devices() -> list[tuple[str, str]]:
 
 
 def _torch(names: tuple[str, ...]) -> list[tuple[str, str]]:
-    done = subprocess.run([sys.executable, "-c", PROBE, *names], capture_output=True, text=True)
-    if done.returncode:
-        words = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return [(name, f"absent: asking ended with: {words}") for name in names]
-    states = json.loads(done.stdout.splitlines()[-1])
+    try:
+        states = ask(PROBE, *names)
+    except NoAnswer as reason:
+        return [(name, f"absent: asking ended with: {reason}") for name in names]
     return [(name, f"absent: {why}" if why else f"available: {what}") for name, why, what in states]

@@ -5,9 +5,6 @@ On exact cases, but for DoRA's: a quotient by a norm is not exact, so they are h
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +16,7 @@ from rich.progress import Progress
 
 from fulldiff.cases.model import DTYPES, Case, DType
 from fulldiff.cases.strategies import runtime_cases
+from fulldiff.harness.asking import ask
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.results import Store
 from fulldiff.harness.search import Engine, Search
@@ -38,8 +36,7 @@ print(json.dumps({name: " ".join((type(fault).__doc__ or "").split()) for name, 
 
 def docs() -> dict[str, str]:
     """What each named fault does; asked in a process of its own, for the faults load torch."""
-    done = subprocess.run([sys.executable, "-c", DOCS], capture_output=True, text=True, check=True)
-    known: dict[str, str] = json.loads(done.stdout)
+    known: dict[str, str] = ask(DOCS)
     return known
 
 

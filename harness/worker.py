@@ -105,7 +105,7 @@ def _answer(channel: BinaryIO, request: Request) -> Answer:
     if isinstance(request, Measure):
         return Answer(bench=bench_worker.run(request.case, request.seconds, _backend))
     if isinstance(request, Diagnose):
-        return _diagnosed(request)
+        return Answer(diagnosis=diagnose(request.case, _subject("runtime", request.subject), request.pairs))
     if isinstance(request, Reproduce):
         return Answer(script=script(request.case, request.subject, _subject("runtime", request.subject), request.what))
     if isinstance(request, Write):
@@ -128,13 +128,6 @@ def _judged(channel: BinaryIO, request: Judge) -> Answer:
         return Answer(Judgement("refused", message=f"not finite: {', '.join(facts.not_finite)}"), facts=facts)
     judge = imported(SUITES[suite].judge)
     return Answer(judge(request.case, chosen, lambda name: _send(channel, Stage(name))), facts=facts)
-
-
-def _diagnosed(request: Diagnose) -> Answer:
-    try:
-        return Answer(diagnosis=diagnose(request.case, _subject("runtime", request.subject), request.pairs))
-    except (Refused, Unsupported) as reason:
-        return Answer(Judgement("refused", message=str(reason)))
 
 
 def _raised(error: Exception) -> Judgement:

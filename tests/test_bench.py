@@ -122,7 +122,7 @@ def test_a_step_that_needs_more_memory_than_is_free_is_not_begun(monkeypatch: py
     assert isinstance(workload.case.body, StepCase)
     assert bench_plan.needed_bytes(workload.case.body) > 10 * 2**30
     monkeypatch.setattr(bench, "available_bytes", lambda: 2**30)
-    cell = bench._measure(None, workload, bench.Options(), 1)  # type: ignore[arg-type]
+    cell = bench._measure(None, workload, bench.Options())  # type: ignore[arg-type]
     assert cell.check["step"].outcome == "out of memory"
     assert "1.0 GiB are free" in cell.check["step"].message
 

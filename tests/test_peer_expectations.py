@@ -32,7 +32,7 @@ def test_each_file_is_a_subject_s() -> None:
 @pytest.mark.parametrize(("peer", "entry"), ENTRIES)
 def test_an_entry_names_version_case_and_reproduction(peer: str, entry: Expectation) -> None:
     assert re.match(rf"({'|'.join(PACKAGES)}) \d+\.\d+", entry.reason)
-    assert re.fullmatch(rf"reports/reproductions/{peer}-[a-z0-9-]+\.py", entry.link)
+    assert re.fullmatch(rf"reports/reproductions\.md#{peer}-[a-z0-9-]+", entry.link)
     case = pinned()[entry.pinned]
     assert entry.matches(Result(case_id(case), peer, "cpu", case, Judgement("wrong"), entry.pinned))
 

@@ -180,13 +180,16 @@ def test_a_reproduction_is_named_after_the_cause() -> None:
 
 def test_what_is_not_confirmed_is_not_in_the_table_of_findings() -> None:
     one, two = (result(CATALOGUE[name], "wrong") for name in ("d1-low-rank", "d7-rank-1"))
-    held, failed = Reproduction("peft-a.py", True, "differs"), Reproduction("peft-b.py", False, "right")
-    found = [Finding("peft", "equals: a", (one,), held), Finding("peft", "equals: b", (two,), failed)]
+    held, failed = Reproduction("print(1)\n", True, "differs"), Reproduction("print(2)\n", False, "right")
+    found = [Finding("peft", "equals: a", (one,), held, "peft-a"), Finding("peft", "equals: b", (two,), failed)]
     text = reporting.section("peft", found)
     table, _, rest = text.partition("Not confirmed, so not counted:")
-    assert "equals: a" in table and "(reproductions/peft-a.py)" in table
+    assert "equals: a" in table and "(reproductions.md#peft-a)" in table
     assert "equals: b" not in table
     assert f"equals: b, `{two.id}`: right" in rest
+    page = reporting.reproductions({"peft": found})
+    assert "## peft-a\n\n```python\nprint(1)\n```" in page
+    assert "print(2)" not in page
 
 
 def test_the_plot_is_written(tmp_path: Path) -> None:

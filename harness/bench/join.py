@@ -23,6 +23,7 @@ from fulldiff.cases.model import (
     Model,
     RuntimeCase,
     case_id,
+    numel,
 )
 from fulldiff.cases.tables import load_table
 from fulldiff.harness import conform
@@ -203,10 +204,7 @@ def write_random(path: Path, rank: int = RANK) -> None:
 
 def bench_bytes(shape: tuple[int, ...]) -> int:
     """The bytes of an f16 tensor."""
-    size = 2
-    for each in shape:
-        size *= each
-    return size
+    return 2 * numel(shape)
 
 
 def largest_layer() -> int:

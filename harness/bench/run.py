@@ -6,8 +6,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -110,24 +111,36 @@ def measure(plan: list[Workload], options: Options, console: Console) -> tuple[l
     ):
         environment = conform.environment(worker, SUBJECT)
         store = Store.begin(path, environment)
-        for launch in range(1, LAUNCHES + 1):
-            for workload in progress.track(plan, description=f"measure, launch {launch} of {LAUNCHES}"):
-                if time.monotonic() < end and not store.has(case_id(workload.case), launch):
-                    store.add(_measure(worker, workload, options, launch))
-            if not worker.fork:
-                worker.stop()
+        launches(plan, partial(_measure, worker, options=options), worker, store, end, progress)
     cells = store.cells()
     store.finish()
     shutil.copyfile(path, options.out / f"{options.name}.jsonl")
     return list(cells.values()), environment, [w for w in plan if case_id(w.case) not in cells]
 
 
-def _measure(worker: Worker, workload: Workload, options: Options, launch: int) -> Cell:
+def launches(
+    plan: Sequence[Workload],
+    measure: Callable[[Workload], Cell],
+    worker: Worker,
+    store: Store,
+    end: float,
+    progress: Progress,
+) -> None:
+    """Each workload `LAUNCHES` times, in new processes, until ``end`` (monotonic seconds); what is there stays."""
+    for launch in range(1, LAUNCHES + 1):
+        for workload in progress.track(plan, description=f"measure, launch {launch} of {LAUNCHES}"):
+            if time.monotonic() < end and not store.has(case_id(workload.case), launch):
+                store.add(structs.replace(measure(workload), launch=launch))
+        if not worker.fork:
+            worker.stop()
+
+
+def _measure(worker: Worker, workload: Workload, options: Options) -> Cell:
     body = workload.case.body
     if isinstance(body, StepCase) and (short := _too_large(body)):
         refused = {"step": Judgement("out of memory", message=short)}
         return Cell(case_id(workload.case), options.backend, workload.labels, {}, {}, refused)
-    return structs.replace(measured(worker, workload, options.seconds, options.backend), launch=launch)
+    return measured(worker, workload, options.seconds, options.backend)
 
 
 def measured(worker: Worker, workload: Workload, seconds: float, backend: str = "cpu") -> Cell:

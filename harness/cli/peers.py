@@ -15,6 +15,7 @@ from fulldiff.cases.model import RuntimeCase
 from fulldiff.harness import conform as conforming
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import Diagnose
+from fulldiff.harness.search import FINE
 from fulldiff.harness.subjects.names import PEERS
 
 CONFORMANCE = 1
@@ -38,7 +39,7 @@ def diagnose(
         if outcome == "absent":
             raise typer.BadParameter(message)
         console.print(f"not computed: {message}", markup=False, highlight=False)
-        raise typer.Exit(0 if outcome == "refused" else CONFORMANCE)
+        raise typer.Exit(0 if outcome in FINE else CONFORMANCE)
     console.print(str(answer.diagnosis), markup=False, highlight=False)
     raise typer.Exit(0 if answer.diagnosis.right else CONFORMANCE)
 
@@ -68,7 +69,7 @@ def peers(
         task = progress.add_task("diagnose and reproduce", total=None)
         for peer, results in runs.items():
             made = reporting.findings(peer, results, worker, lambda: progress.advance(task))
-            found[peer] = reporting.confirmed(made, worker, out, lambda: progress.advance(task))
+            found[peer] = reporting.confirmed(made, worker, lambda: progress.advance(task))
     reporting.write(runs, found, out)
     every = [finding for own in found.values() for finding in own]
     held = sum(finding.confirmed for finding in every)

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from fulldiff.cases.model import CaseError
+from fulldiff.harness.asking import NoAnswer, ask
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.protocol import LoadCode
 from fulldiff.harness.subjects.names import OURS, PEERS
@@ -63,12 +62,12 @@ class Side:
 
     def named_cases(self) -> dict[str, str]:
         """The ids of the named cases that this side's own code has, by name."""
-        command = [self.python, "-c", LIST_CASES]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | self.environment())
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [""])[-1]
-            raise GateError(f"{self.python} cannot list the named cases of {self.path or 'its fulldiff'}: {last}")
-        return msgspec.json.decode(done.stdout, type=dict[str, str])
+        try:
+            found: dict[str, str] = ask(LIST_CASES, python=self.python, environment=os.environ | self.environment())
+        except NoAnswer as reason:
+            where = self.path or "its fulldiff"
+            raise GateError(f"{self.python} cannot list the named cases of {where}: {reason}") from reason
+        return found
 
 
 def digest(base: Side, head: Side, *options: object) -> str:

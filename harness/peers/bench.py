@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +12,7 @@ from msgspec import structs
 from rich.console import Console
 from rich.progress import Progress
 
-from fulldiff.cases.model import BenchCase, case_id
+from fulldiff.cases.model import BenchCase
 from fulldiff.harness import conform
 from fulldiff.harness.bench import numbers, plan, run
 from fulldiff.harness.bench.plan import Workload
@@ -39,15 +40,11 @@ def bench(folder: Path, seconds: float, budget: float, threads: int, console: Co
     """Measure ``budget`` seconds at most, in the launches of a bench; result lines go to ``folder``."""
     end = time.monotonic() + budget
     with (
-        Worker(threads=threads, timed=True) as worker,
+        Worker(threads=threads, timed=True, forked=True) as worker,
         Progress(console=console, disable=not console.is_terminal) as progress,
     ):
         store = Store.begin(folder / FILE, conform.environment(worker, OURS[0]))
-        for launch in range(1, run.LAUNCHES + 1):
-            for workload in progress.track(list(planned()), description=f"measure, launch {launch}"):
-                if time.monotonic() < end and not store.has(case_id(workload.case), launch):
-                    store.add(structs.replace(run.measured(worker, workload, seconds), launch=launch))
-            worker.stop()
+        run.launches(list(planned()), partial(run.measured, worker, seconds=seconds), worker, store, end, progress)
     store.finish()
 
 

@@ -15,36 +15,25 @@ from torch import Tensor
 from fulldiff.harness.files.metadata import CONFIG
 from fulldiff.harness.files.writers import Writer
 from fulldiff.harness.peers import templates
-from fulldiff.harness.peers.templates import Literal, Template
+from fulldiff.harness.peers.templates import Template, literal
 from fulldiff.harness.subjects.base import Adapter
 from fulldiff.harness.subjects.peers import diffusers, lycoris_file, peft_file
-from fulldiff.harness.subjects.peers.files import name_for
+from fulldiff.harness.subjects.peers.files import FILE, name_for
 
 WIDTH = 112
-FILE = "adapter.safetensors"
-IMPORTS = (
-    "import json\nimport tempfile\nfrom math import inf, nan\n\nimport {}\nfrom safetensors.torch import save_file\n"
-)
+IMPORTS = "import json\nimport tempfile\n\nimport {}\nfrom safetensors.torch import save_file\n"
 
 
 def written(folder: Path) -> list[str]:
     """Lines that make a folder with what is in this one."""
     lines = ["folder = tempfile.mkdtemp()"]
     for path in sorted(folder.glob("*.safetensors")):
-        tensors = [f'    "{name}": {tensor_text(tensor)},' for name, tensor in load_file(path).items()]
+        tensors = [f'    "{name}": {literal(tensor)},' for name, tensor in load_file(path).items()]
         lines += ["save_file({", *tensors, f'}}, f"{{folder}}/{path.name}")']
     if (folder / CONFIG).exists():
         config = pprint.pformat(json.loads((folder / CONFIG).read_text()), width=WIDTH)
         lines += [f"config = {config}", f'json.dump(config, open(f"{{folder}}/{CONFIG}", "w"))']
     return "\n".join(lines).split("\n")
-
-
-def tensor_text(tensor: Tensor) -> str:
-    """The tensor in Python, in its own dtype."""
-    if not tensor.numel():
-        return f"torch.zeros({tuple(tensor.shape)}, dtype={tensor.dtype})"
-    numbers = pprint.pformat(tensor.tolist(), width=WIDTH, compact=True)
-    return f"torch.tensor({numbers}, dtype={tensor.dtype})"
 
 
 def file_of(write: Callable[[Path], None]) -> list[str]:
@@ -67,7 +56,7 @@ def model_lines(name: str) -> list[str]:
 def peft(merge: bool) -> Template:
     """PEFT's two files per adapter; merged by `merge_and_unload`."""
 
-    def steps(adapters: Sequence[Adapter], weight: Tensor, literal: Literal) -> list[str]:
+    def steps(adapters: Sequence[Adapter], weight: Tensor) -> list[str]:
         name = name_for(weight)
         lines = model_lines(name)
         for n, adapter in enumerate(adapters):
@@ -86,7 +75,7 @@ def peft(merge: bool) -> Template:
 def lycoris() -> Template:
     """One network per file, applied."""
 
-    def steps(adapters: Sequence[Adapter], weight: Tensor, literal: Literal) -> list[str]:
+    def steps(adapters: Sequence[Adapter], weight: Tensor) -> list[str]:
         lines = model_lines(name_for(weight))
         for adapter in adapters:
             lines += file_of(partial(_lycoris_file, weight=weight, adapter=adapter))
@@ -108,26 +97,26 @@ def _lycoris_file(folder: Path, weight: Tensor, adapter: Adapter) -> None:
 def functional() -> Template:
     """`bypass_forward_diff` of each adapter's kind, added to the layer's output."""
 
-    def steps(adapters: Sequence[Adapter], weight: Tensor, literal: Literal) -> list[str]:
+    def steps(adapters: Sequence[Adapter], weight: Tensor) -> list[str]:
         conv = '{"stride": base.stride, "padding": base.padding, "dilation": base.dilation}'
         lines = ["y = bare = base(x)", f"options = {conv if weight.dim() > 2 else '{}'}"]
         for adapter in adapters:
             tensors = lycoris_file.arguments(adapter, weight)
             module, gamma = lycoris_file.MODULES[adapter.kind], lycoris_file.gamma_of(adapter)
-            texts = ["None" if tensor is None else tensor_text(tensor.to(weight.dtype)) for tensor in tensors]
+            texts = ["None" if tensor is None else literal(tensor, weight.dtype) for tensor in tensors]
             lines += ["factors = [", *(f"    {text}," for text in texts), "]"]
             lines.append(f"call = lycoris.functional.{module}.bypass_forward_diff")
             lines.append(f"y = y + call(x, bare, *factors, gamma={gamma!r}, extra_args=options) * {adapter.strength!r}")
         return "\n".join([*lines, "return y"]).split("\n")
 
     modules = ", ".join(f"lycoris.functional.{name}" for name in lycoris_file.MODULES.values())
-    return Template("lycoris-lora", f"from math import inf, nan\n\nimport {modules}\n", steps)
+    return Template("lycoris-lora", f"import {modules}\n", steps)
 
 
 def pipeline(subject: type[diffusers.Diffusers]) -> Template:
     """diffusers' pipelines with one tiny model, as the subject loads them."""
 
-    def steps(adapters: Sequence[Adapter], weight: Tensor, literal: Literal) -> list[str]:
+    def steps(adapters: Sequence[Adapter], weight: Tensor) -> list[str]:
         z_image = weight.dim() == 2 and all(adapter.kind == "lokr" for adapter in adapters)
         part, name = ("transformer", diffusers.Z_IMAGE_LINEAR) if z_image else ("unet", name_for(weight))
         lines = _z_image() if z_image else _unet()
@@ -155,11 +144,8 @@ def _load(adapter: Adapter, weight: Tensor, family: Writer, z_image: bool, name:
 
 
 def _unet() -> list[str]:
-    options = pprint.pformat(diffusers.UNET, width=WIDTH, compact=True).split("\n")
     return [
-        f"options = {options[0]}",
-        *options[1:],
-        "model = diffusers.UNet2DConditionModel(**options)",
+        *_model("UNet2DConditionModel", diffusers.UNET),
         "pipe = diffusers.StableDiffusionPipeline(",
         "    vae=None, text_encoder=None, tokenizer=None, unet=model, scheduler=None, safety_checker=None,",
         "    feature_extractor=None, requires_safety_checker=False,",
@@ -168,13 +154,13 @@ def _unet() -> list[str]:
 
 
 def _z_image() -> list[str]:
-    options = pprint.pformat(diffusers.Z_IMAGE, width=WIDTH, compact=True).split("\n")
-    return [
-        f"options = {options[0]}",
-        *options[1:],
-        "model = diffusers.ZImageTransformer2DModel(**options)",
-        "pipe = diffusers.ZImagePipeline(None, None, None, None, model)",
-    ]
+    model = _model("ZImageTransformer2DModel", diffusers.Z_IMAGE)
+    return [*model, "pipe = diffusers.ZImagePipeline(None, None, None, None, model)"]
+
+
+def _model(kind: str, options: Mapping[str, object]) -> list[str]:
+    text = pprint.pformat(options, width=WIDTH, compact=True)
+    return [*f"options = {text}".split("\n"), f"model = diffusers.{kind}(**options)"]
 
 
 # Every peer's.

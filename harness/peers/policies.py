@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterable
 
 import pandas as pd
+
+from fulldiff.harness.asking import ask
 
 ASK = """
 import json, sys
@@ -39,8 +38,7 @@ COLUMNS = {
 
 def policies(peers: Iterable[str]) -> dict[str, dict[str, str]]:
     """Each installed peer's rules; asked in a process of its own, for subjects load torch."""
-    done = subprocess.run([sys.executable, "-c", ASK, *peers], capture_output=True, text=True, check=True)
-    known: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
+    known: dict[str, dict[str, str]] = ask(ASK, *peers)
     return known
 
 

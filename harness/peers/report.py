@@ -17,7 +17,7 @@ import pandas as pd
 from fulldiff.cases.model import RuntimeCase
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.peers import bench, matrix, policies
-from fulldiff.harness.peers.confirm import FOLDER, Reproduction, reproduce
+from fulldiff.harness.peers.confirm import Reproduction, reproduce
 from fulldiff.harness.peers.matrix import RIGHT, UNTAKEN, WRONG
 from fulldiff.harness.protocol import Diagnose, Diagnosis
 from fulldiff.harness.results import Result, read
@@ -34,12 +34,18 @@ What shipped implementations do with the cases of the runtime suite: y = (W + Δ
 float64. A cell says how many cases were right, wrong (the output differs by more than rounding explains),
 failed (raised or crashed) and left out (no parameters or loader for that form). Wrong results are diagnosed:
 every known fault of the reference, singly and in pairs, is run on the same case, and the one that gives the
-peer's numbers is named. Each finding has a script that needs the peer alone, run in a clean interpreter:
-what it does not confirm is no finding. Written by `fulldiff peers` from the lines of
+peer's numbers is named. Each finding has a [script](reproductions.md) that needs the peer alone, run in a clean
+interpreter: what it does not confirm is no finding. Written by `fulldiff peers` from the lines of
 `fulldiff conform --subject PEER`.
 
 Versions: {versions}.
 
+"""
+PAGE = "reproductions.md"
+PAGE_HEAD = """# Reproductions
+
+One for each finding of [peers.md](peers.md), with the peer alone: save it to a file and run it with Python where the
+peer is installed. Exit code 1: the peer still does this; 0: it is right. Written and run by `fulldiff peers`.
 """
 POLICIES = """
 
@@ -58,6 +64,7 @@ class Finding:
     cause: str
     results: tuple[Result, ...]
     reproduction: Reproduction | None = None
+    name: str = ""
 
     @property
     def confirmed(self) -> bool:
@@ -132,22 +139,23 @@ def explained(
     return made
 
 
-def confirmed(found: Sequence[Finding], worker: Worker, out: Path, progress: Callable[[], None]) -> list[Finding]:
-    """The findings with their reproductions, written to ``out``/reproductions and run."""
+def confirmed(found: Sequence[Finding], worker: Worker, progress: Callable[[], None]) -> list[Finding]:
+    """The findings with their reproductions, which are run, and names for them."""
     made: list[Finding] = []
     taken: Counter[str] = Counter()
     for finding in found:
-        name = f"{finding.peer}-{slug(finding.cause)}"
+        name, smallest = f"{finding.peer}-{slug(finding.cause)}", finding.smallest
         taken[name] += 1
-        path = out / FOLDER / f"{name}{f'-{taken[name]}' if taken[name] > 1 else ''}.py"
-        shown = reproduce(finding.smallest.case, finding.peer, f"{finding.peer}: {finding.cause}", worker, path)
-        made.append(replace(finding, reproduction=shown))
+        what = f"{finding.peer}: {finding.cause}"
+        shown = reproduce(smallest.case, smallest.judgement, finding.peer, what, worker)
+        number = f"-{taken[name]}" if taken[name] > 1 else ""
+        made.append(replace(finding, reproduction=shown, name=name + number))
         progress()
     return made
 
 
 def slug(cause: str) -> str:
-    """A file name that stays the same from run to run: the first fault's name, or where it raised."""
+    """A name that stays the same from run to run: the first fault's name, or where it raised."""
     if not cause.startswith(("equals: ", "raised at ", "crashed at ")):
         return "unknown"
     first = cause.removeprefix("equals: ").split(" or ")[0].split(": ")[0]
@@ -155,9 +163,19 @@ def slug(cause: str) -> str:
 
 
 def write(runs: Mapping[str, Sequence[Result]], found: Mapping[str, Sequence[Finding]], out: Path) -> None:
-    """Write peers.md and peers.png."""
+    """Write peers.md, peers.png and the page of reproductions."""
     matrix.plot(runs, out / "peers.png")
-    (out / "peers.md").write_text(markdown(runs, found) + bench.section(out / "runs"))
+    (out / "peers.md").write_text(markdown(runs, found) + bench.section(out / "runs"), encoding="utf-8")
+    (out / PAGE).write_text(reproductions(found), encoding="utf-8")
+
+
+def reproductions(found: Mapping[str, Sequence[Finding]]) -> str:
+    """The page: a script for each finding that its script confirms."""
+    parts = [PAGE_HEAD]
+    for finding in (finding for own in found.values() for finding in own):
+        if finding.reproduction is not None and finding.confirmed:
+            parts.append(f"## {finding.name}\n\n```python\n{finding.reproduction.script}```\n")
+    return "\n".join(parts)
 
 
 def markdown(runs: Mapping[str, Sequence[Result]], found: Mapping[str, Sequence[Finding]]) -> str:
@@ -196,7 +214,6 @@ def _unconfirmed(finding: Finding) -> str:
 
 
 def _row(finding: Finding) -> dict[str, str]:
-    assert finding.reproduction is not None
     smallest = finding.smallest
     judgement = smallest.judgement
     claim = judgement.claim
@@ -207,7 +224,7 @@ def _row(finding: Finding) -> dict[str, str]:
         "on": ", ".join(sorted({_where(result) for result in finding.results})),
         "smallest case": f"`{smallest.id}`",
         "expected / got": numbers,
-        "reproduction": f"[{finding.reproduction.name}]({FOLDER}/{finding.reproduction.name})",
+        "reproduction": f"[{finding.name}]({PAGE}#{finding.name})",
     }
 
 

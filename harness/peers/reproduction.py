@@ -5,22 +5,17 @@ Made in the worker, from the tensors of the case. The base weight is zero where 
 
 from __future__ import annotations
 
-import pprint
 from textwrap import indent
-
-import torch
-from torch import Tensor
 
 from fulldiff.cases.model import Case, Layer, RuntimeCase, case_id
 from fulldiff.harness.judge import loaded
 from fulldiff.harness.peers.diagnosis import forward, is_right, materials, rounding
 from fulldiff.harness.peers.file_templates import TEMPLATES
-from fulldiff.harness.peers.templates import SCRIPT
+from fulldiff.harness.peers.templates import SCRIPT, literal
 from fulldiff.harness.realise import Material
 from fulldiff.harness.subjects.base import Subject, Unsupported
 from fulldiff.reference.truth import POLICIES, Truth
 
-WIDTH = 116
 # How a layout other than the contiguous one is made from contiguous numbers.
 LAYOUTS = {
     "contiguous": "",
@@ -39,16 +34,16 @@ def script(case: Case, peer: str, subject: Subject, what: str) -> str:
     material = showing(case, body, subject)
     want = forward(Truth(POLICIES[subject.scale_policy]), body, material)
     assert want is not None
-    steps = template.steps(loaded(body, material), material.weight, lambda tensor: literal(tensor, body.dtype))
+    steps = template.steps(loaded(body, material), material.weight)
     return SCRIPT.format(
         what=what,
         id=case_id(case),
         needs=f"torch and {template.needs}",
         imports=template.imports,
-        layer=f"{layer(body.layer)}.to({_dtype(body.dtype)}).eval().requires_grad_(False)",
-        values="\n".join(_base(body, material)),
-        x=literal(material.x, body.dtype) + LAYOUTS[body.input.layout].format("_3d" if material.x.dim() == 5 else ""),
-        expected=literal(want, "f64"),
+        layer=f"{layer(body.layer)}.to({material.weight.dtype}).eval().requires_grad_(False)",
+        values="\n".join(_base(material)),
+        x=literal(material.x) + LAYOUTS[body.input.layout].format("_3d" if material.x.dim() == 5 else ""),
+        expected=literal(want),
         allowed=_allowed(body, material, subject),
         steps=indent("\n".join(steps), "    "),
     )
@@ -79,23 +74,9 @@ def layer(own: Layer) -> str:
     return f"nn.{name}({own.inp}, {own.out}, {own.kernel}, stride={own.stride}, padding={own.padding}, {more})"
 
 
-def _base(body: RuntimeCase, material: Material) -> list[str]:
+def _base(material: Material) -> list[str]:
     parts = {"weight": material.weight} | ({} if material.bias is None else {"bias": material.bias})
     return [
-        f"base.{name}.data = {literal(tensor, body.dtype)}" if tensor.any() else f"nn.init.zeros_(base.{name})"
+        f"base.{name}.data = {literal(tensor)}" if tensor.any() else f"nn.init.zeros_(base.{name})"
         for name, tensor in parts.items()
     ]
-
-
-def literal(tensor: Tensor, dtype: str) -> str:
-    """The tensor in Python, in a dtype; every number exactly."""
-    if not tensor.numel():
-        return f"torch.zeros({tuple(tensor.shape)}, dtype={_dtype(dtype)})"
-    whole = bool((tensor == tensor.round()).all())
-    numbers = tensor.to(torch.int64 if whole else torch.float64).tolist()
-    text = pprint.pformat(numbers, width=WIDTH, compact=True)
-    return f"torch.tensor({text}, dtype={_dtype(dtype)})"
-
-
-def _dtype(dtype: str) -> str:
-    return {"f64": "torch.float64", "f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16"}[dtype]

@@ -81,7 +81,7 @@ _known: dict[str, Costs] = {}
 def costs(device: torch.device, dtype: torch.dtype) -> Costs:
     """The costs there: known, kept by an earlier process, or calibrated now."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node()
-    key = f"{name}, {dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    key = f"{device.type} {name}, {dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     if key not in _known:
         _known.update(_read())
     if key not in _known:

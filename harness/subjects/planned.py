@@ -22,9 +22,9 @@ from fulldiff.harness.subjects.streamed import Streamed, is_fusible
 
 # Streamed needs a scratch of the largest layer's size; above this many bytes the layer runs at runtime.
 WORKSPACE_BUDGET = 256 << 20
-# Predictions are off by less than this factor.
+# Predictions closer than this factor are tried. (Of 124 of SDXL's layers, two vCPUs: the prediction alone would have
+# cost over 3 % in 10 within the factor, and in 6 beyond it.)
 CLOSE = 2.0
-
 
 Key = tuple[str | int, ...]
 

@@ -25,13 +25,18 @@ def check(adapter: Adapter, kinds: Sequence[str], beyond: Sequence[str] = ()) ->
     factors.check(adapter)
     if adapter.kind not in kinds:
         raise Unsupported(f"adapter kind {adapter.kind!r}: it has {', '.join(kinds)}")
-    if adapter.rows:
-        raise Unsupported("an adapter of a part of a fused layer")
+    on_the_whole_layer(adapter)
     if more := sorted({"diff_b", "scale", "dora_scale", *beyond} & adapter.tensors.keys()):
         raise Unsupported(f"{adapter.kind} with {', '.join(more)}: no parameter for it")
     ranks = {w: adapter.tensors[f"lokr_{w}_b"].shape[0] for w in ("w1", "w2") if f"lokr_{w}_b" in adapter.tensors}
     if len(set(ranks.values())) > 1:
         raise Unsupported(f"w1 of rank {ranks['w1']} with w2 of rank {ranks['w2']}: it has one rank per layer")
+
+
+def on_the_whole_layer(adapter: Adapter) -> None:
+    """Unsupported: an adapter of some of a layer's rows, for which no peer has names."""
+    if adapter.rows:
+        raise Unsupported("an adapter of a part of a fused layer")
 
 
 def alone(module: nn.Module) -> None:

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from fulldiff.harness.files import fold
 from fulldiff.harness.files.writers import Writer
 from fulldiff.harness.subjects.base import Adapter, Unsupported
-from fulldiff.harness.subjects.peers import library
-from fulldiff.harness.subjects.peers.files import FileSubject, Session, name_for, piece_of, wide
+from fulldiff.harness.subjects.peers import library, on_the_whole_layer
+from fulldiff.harness.subjects.peers.files import FILE, FileSubject, Session, name_for, piece_of, wide
 
-FILE = "adapter.safetensors"
 Z_IMAGE_LINEAR = "layers.0.attention.to_q"
 UNET: dict[str, Any] = {
     "sample_size": 8, "block_out_channels": (4,), "layers_per_block": 1, "cross_attention_dim": 4,
@@ -55,8 +54,7 @@ class Diffusers(FileSubject):
     def check(self, module: nn.Module, adapter: Adapter) -> None:
         if adapter.kind not in ("lora", "lokr"):
             raise Unsupported(f"diffusers has no loader for {adapter.kind}")
-        if adapter.rows:
-            raise Unsupported("an adapter of a part of a fused layer")
+        on_the_whole_layer(adapter)
         if "diff_b" in adapter.tensors:
             raise Unsupported("a bias delta: no names for it")
         if "dora_scale" in adapter.tensors:

@@ -26,6 +26,9 @@ from fulldiff.harness.subjects.base import Adapter, Detach, Refused, Subject, Un
 
 # The layers of Stable Diffusion 1.5's UNet whose names the files give to any linear layer and any convolution.
 TABLE = "sd15"
+# The file's own name where a peer leaves it open, and the tensors that make a LoKr or LoHa a Tucker one.
+FILE = "adapter.safetensors"
+CORES = {"lokr_t2", "hada_t1", "hada_t2"}
 LINEAR = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 CONV = "conv_in"
 

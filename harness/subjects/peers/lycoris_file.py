@@ -17,18 +17,16 @@ from fulldiff.harness.files import fold
 from fulldiff.harness.files.writers import UnspellableError
 from fulldiff.harness.subjects import factors
 from fulldiff.harness.subjects.base import Adapter, Detach, Forward, Subject, Unsupported
-from fulldiff.harness.subjects.peers import alpha_of, check, library
-from fulldiff.harness.subjects.peers.files import copied, decompose_factor, model_of, name_for, piece_of
+from fulldiff.harness.subjects.peers import alpha_of, check, library, on_the_whole_layer
+from fulldiff.harness.subjects.peers.files import CORES, FILE, copied, decompose_factor, model_of, name_for, piece_of
 from fulldiff.harness.subjects.stacked import Stacked
 
-FILE = "adapter.safetensors"
 # Each function's arguments, in order.
 ARGUMENTS = {
     "lora": ("lora_down.weight", "lora_up.weight", "lora_mid.weight"),
     "loha": ("hada_w1_b", "hada_w1_a", "hada_w2_b", "hada_w2_a", "hada_t1", "hada_t2"),
     "lokr": ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
 }
-CORES = {"lokr_t2", "hada_t1", "hada_t2"}
 MODULES = {"lora": "locon", "loha": "loha", "lokr": "lokr"}
 
 
@@ -59,8 +57,7 @@ class LycorisFile(Subject):
     def check(self, module: Any, adapter: Adapter) -> None:
         """Unsupported where LyCORIS writes no such file."""
         factors.check(adapter)
-        if adapter.rows:
-            raise Unsupported("an adapter of a part of a fused layer")
+        on_the_whole_layer(adapter)
         if "diff_b" in adapter.tensors and adapter.kind != "diff":
             raise Unsupported(f"{adapter.kind} with diff_b: LyCORIS has it in its full modules alone")
         if adapter.tensors.get("dora_scale", module.weight).dim() == 1:

@@ -17,8 +17,9 @@ from fulldiff.harness.files import fold
 from fulldiff.harness.files.writers import Piece, Written, write
 from fulldiff.harness.subjects import factors
 from fulldiff.harness.subjects.base import Adapter, Unsupported
-from fulldiff.harness.subjects.peers import library
+from fulldiff.harness.subjects.peers import library, on_the_whole_layer
 from fulldiff.harness.subjects.peers.files import (
+    CORES,
     FileSubject,
     Session,
     copied,
@@ -30,7 +31,6 @@ from fulldiff.harness.subjects.peers.files import (
 )
 
 FILE = "adapter_model.safetensors"
-CORES = {"lokr_t2", "hada_t1", "hada_t2"}
 
 
 class PeftFile(FileSubject):
@@ -50,8 +50,7 @@ class PeftFile(FileSubject):
     def check(self, module: nn.Module, adapter: Adapter) -> None:
         if adapter.kind not in ("lora", "lokr", "loha"):
             raise Unsupported(f"PEFT has no files of kind {adapter.kind}")
-        if adapter.rows:
-            raise Unsupported("an adapter of a part of a fused layer")
+        on_the_whole_layer(adapter)
         if more := sorted({"diff_b", "lora_mid.weight"} & adapter.tensors.keys()):
             raise Unsupported(f"{adapter.kind} with {', '.join(more)}: PEFT's files have none")
         if "dora_scale" in adapter.tensors and (adapter.kind != "lora" or adapter.strength != 1):
