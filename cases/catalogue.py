@@ -97,6 +97,7 @@ def _known_bugs() -> Named:
     yield "d9-qkv-growing-k", _fused("k", (4, 8, 8))
     both = (diff((8, 12), strength=0.5), lora(8, 12, 4, alpha=half))
     yield "d10-diff-and-lora", RuntimeCase(Layer("linear", 8, 12), both, Input((3, 12)), values="exact")
+    yield "d10-lora-and-diff", RuntimeCase(Layer("linear", 8, 12), both[::-1], Input((3, 12)), values="exact")
     biases = (with_bias(diff((8, 12)), 8), with_bias(lora(8, 12, 4), 8))
     layer = Layer("linear", 8, 12, bias=False)
     yield "d10-diff-and-lora-with-biases", RuntimeCase(layer, biases, Input((3, 12)), values="exact")
@@ -144,6 +145,9 @@ def _corners() -> Named:
     for strength in (0.0, -1.0, -0.25):
         adapter = lokr((2, 3), (4, 5), w2_rank=2, strength=strength)
         yield f"strength-{strength:g}", _linear(adapter, 8, 15, values="exact")
+    for strength in (0.0, 0.5):
+        moved = dora(lora(8, 15, 2, alpha=Alpha("0d", 2.0), strength=strength), (8, 1))
+        yield f"strength-{strength:g}-dora", _linear(moved, 8, 15)
     unequal = lokr((2, 16), (640, 80))
     yield "unequal-splits", _linear(unequal, 1280, 1280, (3,))
     yield "ranks-differ", _linear(lokr((4, 3), (4, 5), w1_rank=2, w2_rank=3, alpha=Alpha("0d", 3.0)), 16, 15)
@@ -177,6 +181,7 @@ def _groups_and_geometry() -> Named:
     for mode in PADDING_MODES:
         layer = _conv_layer("conv2d", 8, 15, padding_mode=mode)
         yield f"padding-{mode}", _conv(low, layer, values="exact")
+        yield f"padding-{mode}-diff", _conv(diff((8, 15, *kernel)), layer, values="exact")
     dilated = _conv_layer("conv2d", 8, 15, stride=2, dilation=(2, 1))
     yield "stride-and-dilation", _conv(low, dilated, size=8, values="exact")
     yield "channels-last", _conv(low, _conv_layer("conv2d", 8, 15), batch=2, layout="channels_last")

@@ -49,7 +49,8 @@ PROFILES = {
 class Expectation:
     """A known failure: cases whose id or name matches ``pattern`` end as ``outcome``, and why.
 
-    ``pinned`` is the example that shows it: a named case, or a case's JSON file.
+    ``pinned`` is the example that shows it: a named case, or a case's JSON file. ``message``, if there is one, is a
+    part of what the failure must say.
     """
 
     pattern: str
@@ -57,13 +58,15 @@ class Expectation:
     reason: str
     pinned: str = ""
     link: str = ""
+    message: str = ""
 
     def matches(self, result: Result) -> bool:
         named = (result.id, result.name)
         return any(fnmatch.fnmatchcase(name, self.pattern) for name in named)
 
     def excuses(self, result: Result) -> bool:
-        return self.matches(result) and self.outcome == result.judgement.outcome
+        judgement = result.judgement
+        return self.matches(result) and self.outcome == judgement.outcome and self.message in judgement.message
 
 
 class ExpectationError(ValueError):
@@ -196,7 +199,8 @@ def describe(result: Result) -> str:
         if claim.got:
             lines.append(f"  got {claim.got}, expected {claim.want}")
         if claim.error:
-            lines.append(f"  error {claim.error}, budget {claim.budget} ({claim.used:.0%} used)")
+            used = "" if claim.budget == "0" else f" ({claim.used:,.0%} used)"
+            lines.append(f"  error {claim.error}, budget {claim.budget}{used}")
     return "\n".join(lines)
 
 

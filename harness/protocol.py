@@ -160,11 +160,11 @@ class Compare(msgspec.Struct, frozen=True, tag="compare"):
 
 
 class Diagnose(msgspec.Struct, frozen=True, tag="diagnose"):
-    """Why a subject is wrong on a runtime case; with ``pairs`` also two faults at once."""
+    """Why a subject is wrong on a runtime case; with ``closer`` also two faults at once, and a description."""
 
     case: Case
     subject: str
-    pairs: bool = True
+    closer: bool = True
     limit: float = 600.0
 
 

@@ -13,7 +13,8 @@ from fulldiff.harness.files.base import table
 from fulldiff.harness.files.container import read_header
 from fulldiff.harness.files.joining import is_stored
 from fulldiff.harness.files.match import Target, match
-from fulldiff.harness.files.writers import Piece, UnspellableError, Writer
+from fulldiff.harness.files.piece import Piece, UnspellableError
+from fulldiff.harness.files.writers import Writer
 from fulldiff.harness.protocol import Claim, Compare, Judgement, Part, Write
 from fulldiff.harness.realise import adapter_tensors
 from fulldiff.reference.bounds import UNIT_ROUNDOFF

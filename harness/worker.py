@@ -105,7 +105,7 @@ def _answer(channel: BinaryIO, request: Request) -> Answer:
     if isinstance(request, Measure):
         return Answer(bench=bench_worker.run(request.case, request.seconds, _backend))
     if isinstance(request, Diagnose):
-        return Answer(diagnosis=diagnose(request.case, _subject("runtime", request.subject), request.pairs))
+        return Answer(diagnosis=diagnose(request.case, _subject("runtime", request.subject), request.closer))
     if isinstance(request, Reproduce):
         return Answer(script=script(request.case, request.subject, _subject("runtime", request.subject), request.what))
     if isinstance(request, Write):
@@ -139,10 +139,16 @@ def _raised(error: Exception) -> Judgement:
     if torchvulkan.MESSAGE in text:
         return Judgement("unsupported", message=text)
     memory = isinstance(error, MemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
     traceback.print_exception(error, file=sys.stderr)
-    return Judgement("out of memory" if memory else "raised", message=text, where=where)
+    return Judgement("out of memory" if memory else "raised", message=text, where=_where(error))
+
+
+def _where(error: Exception) -> str:
+    """The file and line that it was raised at; of what torch raised, those that called torch."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = os.path.dirname(torch.__file__) + os.sep
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(inside)), frames[-1])
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def _in_child(channel: BinaryIO, request: Request) -> None:

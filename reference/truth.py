@@ -44,11 +44,15 @@ class Truth:
         self, layer: LayerLike, weight: Tensor, bias: Tensor | None, adapters: Sequence[Factors], x: Tensor
     ) -> Tensor:
         """y = (W + Σ ΔW) x + bias + Σ Δbias. Shapes as in `layers.apply`; all tensors float64."""
-        active = [adapter for adapter in adapters if adapter.strength]
+        active = [adapter for adapter in adapters if self.counts(adapter)]
         deltas = [self.delta(adapter, weight) for adapter in active]
         for adapter in active:
             bias = self.add_bias(bias, adapter, weight)
         return self.output(layer, weight, bias, deltas, x)
+
+    def counts(self, adapter: Factors) -> bool:
+        """Whether the adapter has a part in the output: not at strength 0, whatever its numbers are."""
+        return adapter.strength != 0
 
     def output(
         self, layer: LayerLike, weight: Tensor, bias: Tensor | None, deltas: Sequence[Tensor], x: Tensor

@@ -43,6 +43,11 @@ class Raises(_Bad):
         raise ZeroDivisionError("on purpose")
 
 
+class RaisesInTorch(_Bad):
+    def misbehave(self, y):
+        return torch.nn.Linear(2, 2)(y.new_zeros(3))
+
+
 class GivesNan(_Bad):
     def misbehave(self, y):
         return y * float("nan")

@@ -110,9 +110,9 @@ def strided(stride: int, *kernel: float) -> Setting:
     return Setting(layer, (lokr(w1=[[1]], w2=[[kernel]]),), x=[[[1, 2, 3, 4]]])
 
 
-def padded(mode: str) -> Setting:
+def padded(mode: str, weight: Any = (0, 0, 0)) -> Setting:
     layer = conv(1, 1, 3, padding=1, padding_mode=mode)
-    return Setting(layer, (lokr(w1=[[1]], w2=[[[1, 1, 1]]]),), x=[[[1, 2, 3, 4]]])
+    return Setting(layer, (lokr(w1=[[1]], w2=[[[1, 1, 1]]]),), x=[[[1, 2, 3, 4]]], weight=[[weight]])
 
 
 def dilated(dilation: int) -> Setting:
@@ -234,10 +234,12 @@ PAIRS = {
         Setting(conv(1, 1, 2, 2), (lokr(w1=[[1]], w2=[[[[1, 2], [2, 3]]]]),)),
     ),
     "first-adapter-only": Pair(linear(1, 2, ONE, TWO), linear(1, 2, TWO)),
+    "last-adapter-only": Pair(linear(1, 2, ONE, TWO), linear(1, 2, TWO)),
     "last-strength-for-all": Pair(linear(1, 2, ONE, TWO), linear(1, 2, TWO, TWO)),
     "delta-replaces-base": Pair(linear(1, 2, ONE, weight=[[5, 6]]), linear(1, 2, ONE)),
     "bias-twice": Pair(linear(1, 2, ONE, bias=[7]), linear(1, 2, ONE, bias=[0])),
     "delta-padding-mode-zeros": Pair(padded("circular"), padded("zeros")),
+    "padding-mode-zeros": Pair(padded("circular", (1, 0, 0)), padded("zeros", (1, 0, 0))),
     "delta-dilation-ignored": Pair(dilated(2), dilated(1)),
     "lora-dilation-ignored": Pair(dilated_lora(), dilated(2)),
     "stride-before-kernel": Pair(strided(2, 1, 1), strided(2, 1)),
@@ -269,6 +271,7 @@ PAIRS = {
     "dora-norm-per-kernel-position": Pair(dora_conv(3, 4), dora_conv(5, 0)),
     "dora-strength-inside": Pair(dora([5, 10], strength=2), dora([5, 10])),
     "dora-strength-ignored": Pair(dora([5, 10], strength=2), dora([5, 10])),
+    "dora-strength-on-magnitude": Pair(dora([5, 10], strength=2), dora([5, 10])),
     "dora-base-not-removed": Pair(dora([5, 10]), dora([5, 10], weight=((0, 0), (0, 0)))),
     "first-kind-only": Pair(linear(1, 2, ONE, DIFF), linear(1, 2, ONE, TWO)),
     "bias-delta-ignored": Pair(biased(), linear(1, 2, ONE)),

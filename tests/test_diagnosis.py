@@ -47,7 +47,7 @@ def test_every_fault_is_diagnosed_with_its_own_name_on_a_named_case(fault: str) 
     showing = (label for label, case in NAMED.items() if small(case) and differ(case, fault))
     label = next(showing, None)
     assert label is not None, f"no named case shows {fault}: add one to cases/catalogue.py"
-    assert fault in diagnose(NAMED[label], Faulty(fault), pairs=False).equals, label
+    assert fault in diagnose(NAMED[label], Faulty(fault), closer=False).equals, label
 
 
 @pytest.mark.parametrize("label", [SMALL, "d10-diff-and-lora-with-biases", "d12-dora-out", "padding-circular"])
@@ -79,22 +79,44 @@ class FirstRowsOnly(Subject):
         return lambda: (undo(), detach())[1]
 
 
+class Unloaded(Subject):
+    """w2_a never read: it stays what it was made with, a constant or (``drawn``) random numbers."""
+
+    def __init__(self, drawn: bool) -> None:
+        self.drawn = drawn
+
+    def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
+        return full_diff.FullDiff().attach(module, [self.unloaded(adapter) for adapter in adapters])
+
+    def unloaded(self, adapter: Adapter) -> Adapter:
+        factor = adapter.tensors["lokr_w2_a"]
+        made = torch.randn_like(factor) if self.drawn else torch.full_like(factor, 3)
+        return Adapter(adapter.kind, {**adapter.tensors, "lokr_w2_a": made}, adapter.strength)
+
+
 def test_an_unknown_one_is_described() -> None:
-    assert str(diagnose(CATALOGUE[SMALL], Third(), pairs=False)) == "unknown (0.3333 times the right delta)"
-    assert "only output rows 2, 3, 5, 6, 7 of 8" in str(diagnose(CATALOGUE[SMALL], FirstRowsOnly(), pairs=False))
+    assert str(diagnose(CATALOGUE[SMALL], Third())) == "unknown (0.3333 times the right delta)"
+    assert "only output rows 2, 3, 5, 6, 7 of 8" in str(diagnose(CATALOGUE[SMALL], FirstRowsOnly()))
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_factor_that_is_not_read_is_named(drawn: bool) -> None:
+    said = str(diagnose(CATALOGUE[SMALL], Unloaded(drawn)))
+    assert "lokr_w2_a without effect" in said
+    assert ("other numbers each time" in said) == drawn
 
 
 def test_rows_are_told_of_an_output_of_one_dimension() -> None:
     case = CATALOGUE[SMALL]
     assert isinstance(case.body, RuntimeCase)
     single = msgspec.structs.replace(case, body=msgspec.structs.replace(case.body, input=Input((12,))))
-    assert "of 8" in str(diagnose(single, FirstRowsOnly(), pairs=False))
+    assert "of 8" in str(diagnose(single, FirstRowsOnly()))
 
 
 def test_an_output_that_is_broadcast_is_diagnosed() -> None:
     layer = Layer("conv2d", 2, 2, (2, 1), (1, 1), (0, 0), (2, 1))
     case = Case(RuntimeCase(layer, (lora(2, 2, 1, (2, 1)),), Input((1, 2, 3, 1))), 3)
-    assert "delta-dilation-ignored" in diagnose(case, Faulty("delta-dilation-ignored"), pairs=False).equals
+    assert "delta-dilation-ignored" in diagnose(case, Faulty("delta-dilation-ignored"), closer=False).equals
 
 
 @pytest.mark.parametrize(
@@ -105,6 +127,9 @@ def test_an_output_that_is_broadcast_is_diagnosed() -> None:
         ("lycoris-bypass", "groups-not-dividing-up", "equals: kron-groups-in-w2"),
         ("lycoris-bypass", "lora-dilated-to-one-position", "lora-dilation-ignored"),
         ("peft", "lora-dilated-to-one-position", "lora-dilation-ignored"),
+        ("lycoris-file", "strength-0-dora", "dora-strength-on-magnitude"),
+        ("lycoris-file", "d10-lora-and-diff", "last-adapter-only"),
+        ("lycoris-file", "padding-circular-diff", "padding-mode-zeros"),
     ],
 )
 def test_a_peer_is_diagnosed(peer: str, label: str, words: str) -> None:
@@ -112,4 +137,4 @@ def test_a_peer_is_diagnosed(peer: str, label: str, words: str) -> None:
         made = subject(peer)
     except SubjectError as absent:
         pytest.skip(str(absent))
-    assert words in str(diagnose(NAMED[label], made, pairs=False))
+    assert words in str(diagnose(NAMED[label], made, closer=False))

@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fulldiff.harness.conform import ExpectationError, Outcome, Profile, conform, expectations, named_case, show
+from fulldiff.cases.catalogue import CATALOGUE
+from fulldiff.cases.model import case_id
+from fulldiff.harness.conform import (
+    Expectation,
+    ExpectationError,
+    Outcome,
+    Profile,
+    conform,
+    expectations,
+    named_case,
+    show,
+)
+from fulldiff.harness.protocol import Judgement
+from fulldiff.harness.results import Result
 
 FILES = [file for file in (files("fulldiff.cases") / "expectations").iterdir() if file.name.endswith(".toml")]
 SUBJECT = "fault:rank-one-unscaled"
@@ -57,6 +70,14 @@ def test_every_expectation_has_a_reason_and_a_pinned_case(file: str) -> None:
 def test_what_is_not_expected_is_found(tmp_path: Path) -> None:
     outcome = _run(tmp_path, "fault:kron-swapped", RANK_ONE)
     assert outcome.findings
+
+
+def test_an_expectation_s_message_is_a_part_of_what_was_said() -> None:
+    case = CATALOGUE["d7-rank-1"]
+    result = Result(case_id(case), "s", "cpu", case, Judgement("raised", message="TypeError: not None"))
+    assert Expectation("*", "raised", "r", message="TypeError").excuses(result)
+    assert not Expectation("*", "raised", "r", message="KeyError").excuses(result)
+    assert not Expectation("*", "wrong", "r").excuses(result)
 
 
 def test_an_expectation_goes_stale_when_its_pinned_example_passes(tmp_path: Path) -> None:

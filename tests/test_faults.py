@@ -76,6 +76,7 @@ def test_the_wrong_delta_by_hand(name: str) -> None:
 
 OUTPUTS = {
     "delta-padding-mode-zeros": ([3, 6, 9, 7], [7, 6, 9, 8]),
+    "padding-mode-zeros": ([0 + 3, 1 + 6, 2 + 9, 3 + 7], [4 + 7, 1 + 6, 2 + 9, 3 + 8]),
     "delta-dilation-ignored": ([3, 6], [5, 10]),
     "lora-dilation-ignored": ([3 + 5, 6 + 10], [5 + 5, 10 + 10]),
     "stride-before-kernel": ([4, 0], [3, 7]),
@@ -89,6 +90,7 @@ OUTPUTS = {
     "first-kind-only": ([1, 2], [2, 4]),
     "bias-delta-needs-bias": ([0, 1], [3, 4]),
     "dora-magnitude-ignored": ([3, 4, 4, 3], [3, 8, 4, 6]),
+    "dora-strength-on-magnitude": ([3, 3 * 4, 4, 3 * 3], [5, 15, 6, 12]),
     "dora-row-magnitude-along-inputs": ([3, 4, 8, 6], [3, 8, 4, 6]),
 }
 

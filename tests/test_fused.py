@@ -18,7 +18,8 @@ from written import (
 )
 
 from fulldiff.harness.files.fold import fuse, save, split
-from fulldiff.harness.files.writers import WRITERS, Piece, UnspellableError, Writer, whole
+from fulldiff.harness.files.piece import Piece, UnspellableError
+from fulldiff.harness.files.writers import WRITERS, Writer, whole
 
 FUSED = {
     "flux img qkv": ("flux", "transformer_blocks.4.attn.to_q"),

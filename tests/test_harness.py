@@ -54,6 +54,12 @@ def test_each_misbehaviour_is_its_own_outcome_and_the_run_goes_on(
         assert worker.judge(CASE, "full-diff").outcome == "passed"
 
 
+def test_of_what_torch_raises_the_place_that_called_it_is_named() -> None:
+    with Worker() as worker:
+        judgement = worker.judge(CASE, "bad_subjects:RaisesInTorch")
+    assert judgement.where.startswith("bad_subjects.py:"), judgement
+
+
 @pytest.mark.skipif(not CAN_FORK, reason="elsewhere each crash costs a cold start")
 def test_a_crash_is_shrunk_saved_and_replayed(tmp_path: Path) -> None:
     store = Store(tmp_path / "run.jsonl")

@@ -23,7 +23,8 @@ from fulldiff.harness.files.joined import parts_of
 from fulldiff.harness.files.joining import distinct, family_of, plan, widest
 from fulldiff.harness.files.layout import Layout
 from fulldiff.harness.files.match import match
-from fulldiff.harness.files.writers import Piece, Writer, whole
+from fulldiff.harness.files.piece import Piece
+from fulldiff.harness.files.writers import Writer, whole
 from fulldiff.harness.join import worker as join_worker
 from fulldiff.harness.protocol import Join
 

@@ -19,7 +19,7 @@ from fulldiff.harness.files import stitching
 from fulldiff.harness.files.container import FileError
 from fulldiff.harness.files.fold import save
 from fulldiff.harness.files.joining import plan
-from fulldiff.harness.files.writers import Piece
+from fulldiff.harness.files.piece import Piece
 from fulldiff.harness.realise import module_for
 from fulldiff.harness.subjects.joined_model import (
     Attached,

@@ -200,6 +200,17 @@ def test_a_peft_configs_alpha_becomes_the_scale_that_peft_has(
         assert (target.alpha, target.adapter.alpha.value) == ("metadata", alpha)
 
 
+@pytest.mark.parametrize("name", ["", ".default"])
+def test_the_alpha_of_pefts_lokr_is_in_its_config(tmp_path: Path, name: str) -> None:
+    """Its factors have LyCORIS's names, its alpha is nowhere in the tensors."""
+    module = f"base_model.model.{DOWN}attn1.to_q"
+    shapes = {"lokr_w1": (8, 8), "lokr_w2_a": (80, 4), "lokr_w2_b": (4, 80)}
+    head = header({f"{module}.{factor}{name}": shape for factor, shape in shapes.items()})
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LOKR", "r": 4, "alpha": 16}))
+    (target,) = match(dataclasses.replace(head, path=tmp_path / "adapter_model.safetensors"), table("sdxl")).targets
+    assert (target.alpha, target.adapter.alpha.value) == ("metadata", 16.0)
+
+
 def test_dora_without_its_magnitude_is_refused() -> None:
     plain = pair(LAYER, 640, 640)
     metadata = {"ss_network_args": json.dumps({"dora_wd": "True"})}

@@ -48,7 +48,8 @@ def test_the_pinned_case_ends_as_expected_in_the_version_named(peer: str, entry:
         pytest.skip(f"{package} {version(PACKAGES[package])}, not {number}: `fulldiff conform` tells what has changed")
     case = pinned()[entry.pinned]
     try:
-        outcome = judge(case, made, lambda stage: None).outcome
-    except Exception:
-        outcome = "raised"
+        outcome, said = judge(case, made, lambda stage: None).outcome, ""
+    except Exception as error:
+        outcome, said = "raised", f"{type(error).__name__}: {error}"
     assert outcome == entry.outcome
+    assert entry.message in said

@@ -17,7 +17,7 @@ from fulldiff.harness import judge as runtime
 from fulldiff.harness import restore_judge
 from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.subjects.base import Adapter as Loaded
-from fulldiff.harness.subjects.peers.files import decompose_factor, is_refusal
+from fulldiff.harness.subjects.peers.files import is_refusal
 from fulldiff.harness.subjects.registry import SubjectError, subject
 
 ROOM = "fulldiff.harness.subjects.peers"
@@ -120,15 +120,3 @@ def test_a_refusal_is_what_a_library_raises_itself() -> None:
         with pytest.raises((TypeError, ValueError)) as caught:
             call()
         assert is_refusal(caught.value) is expected
-
-
-def test_the_factor_that_gives_a_file_s_sizes() -> None:
-    """LyCORIS's rule for 12 and 20: factor 3 gives (3, 4) and (2, 10), factor 4 (3, 4) and (4, 5)."""
-
-    def rule(size: int, factor: int) -> tuple[int, int]:
-        known = {(12, 3): (3, 4), (20, 3): (2, 10), (12, 4): (3, 4), (20, 4): (4, 5)}
-        return known.get((size, factor), (1, size))
-
-    assert decompose_factor(((3, 4), (4, 5)), rule) == 4
-    assert decompose_factor(((3, 2), (4, 10)), rule) == 3
-    assert decompose_factor(((4, 5), (3, 4)), rule) is None

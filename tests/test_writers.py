@@ -30,7 +30,8 @@ from fulldiff.cases.tables import TableRow, load_table
 from fulldiff.harness.files.base import layer_name
 from fulldiff.harness.files.container import read_header
 from fulldiff.harness.files.fold import fold, prepared, save
-from fulldiff.harness.files.writers import WRITERS, Piece, UnspellableError, Writer, spell
+from fulldiff.harness.files.piece import Piece, UnspellableError
+from fulldiff.harness.files.writers import WRITERS, Writer, spell
 
 FILES = 2000
 FORMS = ("lora", "mid", "lokr", "lokr low", "lokr tucker", "loha", "loha tucker", "diff")
@@ -92,7 +93,12 @@ def test_two_thousand_files_of_every_family_give_the_deltas_they_were_made_from(
         if not pieces or not (pieces := peft_groups(family, pieces)):
             continue
         path = tmp_path / f"{files}.safetensors"
-        targets = written(path, family, pieces)
+        try:
+            targets = written(path, family, pieces)
+        except UnspellableError as refused:
+            # PEFT makes a LoKr's and a LoHa's factors by rules of its own: see test_peft_config.
+            assert (family, pieces[0].kind) in (("peft", "lokr"), ("peft", "loha")), refused
+            continue
         by_name = {target.name: target for target in targets}
         assert len(targets) == len(pieces)
         for piece in pieces:
@@ -103,6 +109,7 @@ def test_two_thousand_files_of_every_family_give_the_deltas_they_were_made_from(
         files += 1
     assert {family for family, _ in seen} == set(WRITERS)
     assert {kind for _, kind in seen} == {"lora", "lokr", "loha", "diff"}
+    assert {kind for family, kind in seen if family == "peft"} == {"lora", "lokr", "loha"}
 
 
 # What goes where.

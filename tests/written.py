@@ -14,7 +14,8 @@ from fulldiff.harness.files.base import table
 from fulldiff.harness.files.container import read_header
 from fulldiff.harness.files.fold import save
 from fulldiff.harness.files.match import Target, match
-from fulldiff.harness.files.writers import Piece, Writer
+from fulldiff.harness.files.piece import Piece
+from fulldiff.harness.files.writers import Writer
 from fulldiff.reference.truth import Factors, Truth
 
 UP, DOWN = "lora_up.weight", "lora_down.weight"

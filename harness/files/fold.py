@@ -18,14 +18,16 @@ from torch import Tensor
 
 from fulldiff.cases.tables import TableRow
 from fulldiff.harness.files.metadata import CONFIG
-from fulldiff.harness.files.writers import Piece, UnspellableError, Writer, Written, whole, write
+from fulldiff.harness.files.peft_config import CORES, TYPES, sizes
+from fulldiff.harness.files.piece import Piece, UnspellableError
+from fulldiff.harness.files.writers import Writer, Written, whole, write
 
 UP, DOWN = "lora_up.weight", "lora_down.weight"
 # The factor that takes the scale, and those whose first size is the rank, by kind.
 CARRIERS = {"lora": (UP,), "lokr": ("lokr_w1", "lokr_w1_a"), "loha": ("hada_w1_a",)}
 RANKS = {"lora": (DOWN,), "lokr": ("lokr_w2_b", "lokr_w1_b"), "loha": ("hada_w1_b",)}
 NUMBERS = ("alpha", "scale")
-# Families that keep alpha as a tensor, and PEFT, which keeps a LoRA's in its config.
+# Families that keep alpha as a tensor; PEFT keeps it in its config.
 KEEP_ALPHA: tuple[Writer, ...] = ("kohya", "lycoris")
 
 
@@ -63,9 +65,32 @@ def fold(family: Writer, piece: Piece[Tensor]) -> Piece[Tensor]:
     known = replace(piece, rank=rank, tensors=dict(piece.tensors) | magnitude)
     if family in KEEP_ALPHA:
         return scale_as_alpha(known)
-    if family == "peft" and piece.kind == "lora":
-        return replace(known, tensors=_without_numbers(known.tensors), alpha=finite_scale(piece) * (rank or 1))
+    if family == "peft" and piece.kind in TYPES:
+        return for_peft(known)
     return scaled(known)
+
+
+def for_peft(piece: Piece[Tensor]) -> Piece[Tensor]:
+    """The piece with the scale as an alpha for PEFT's config, and its tensors in the shapes of PEFT's parameters.
+
+    A LoKr of whole factors gets the rank from which on PEFT keeps both whole.
+    """
+    kernel, rank = piece.rows[0].kernel, piece.rank
+    if rank is None:
+        rank = max(max(own) for own in sizes(piece)) if piece.kind == "lokr" else 1
+    tensors = _without_numbers(piece.tensors)
+    for name, tensor in tensors.items():
+        if name in CORES and tensor.dim() == 3:  # a conv1d's cores have a second spatial dimension there
+            tensors[name] = tensor.unsqueeze(-1)
+        elif name == "dora_scale" and kernel:
+            tensors[name] = tensor.reshape(1, -1, *[1] * len(kernel))
+        elif name in (UP, DOWN) and tensor.dim() == 2:
+            tensors[name] = tensor.reshape(tensor.shape[0], -1, *(kernel if name == DOWN else [1] * len(kernel)))
+        elif name == "lokr_w2":
+            tensors[name] = tensor.reshape(*tensor.shape[:1], -1, *kernel)
+        elif name in ("lokr_w2_b", "hada_w1_b", "hada_w2_b"):
+            tensors[name] = tensor.flatten(1)
+    return replace(piece, tensors=tensors, rank=rank, alpha=finite_scale(piece) * rank)
 
 
 def scaled(piece: Piece[Tensor]) -> Piece[Tensor]:

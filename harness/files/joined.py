@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from fulldiff.cases.model import Shape
 from fulldiff.harness.files.container import FileError, Header
 from fulldiff.harness.files.joining import ALPHA, EMBED, JoinedLayer, Plan
-from fulldiff.harness.files.writers import HOLDS, Piece, UnspellableError, Writer, Written, module_name, write
+from fulldiff.harness.files.piece import Piece, UnspellableError
+from fulldiff.harness.files.writers import HOLDS, Writer, Written, module_name, write
 
 METADATA = "ljl"
 FORMAT = 1

@@ -120,6 +120,8 @@ def family(name: TensorName) -> Family:
         return "cloneofsimo" if name.style == "positional" else "xlabs"
     if name.style == "peft" and (name.module != name.prefix or name.adapter or not name.prefix.startswith(DOTTED)):
         return "peft"
+    if name.style == "lycoris" and (name.prefix.startswith(WRAPPERS[0]) or name.adapter):
+        return "peft"  # its LoKr and LoHa have LyCORIS's names for their factors
     return "lycoris" if name.style == "lycoris" else "diffusers"
 
 

@@ -8,16 +8,17 @@ here it is refused by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, get_args
 
 from fulldiff.cases.tables import KOHYA_TEXT_PREFIXES, LDM_PREFIX, TableRow, load_table, underscored
 from fulldiff.harness.files.names import DIFF, LOHA, LOKR, LORA
+from fulldiff.harness.files.peft_config import peft_config
+from fulldiff.harness.files.piece import Piece, T, UnspellableError
 from fulldiff.harness.files.positions import CLASSES, positions
 
-T = TypeVar("T")
 Writer = Literal["kohya", "lycoris", "diffusers", "diffusers-old", "peft", "comfyui", "cloneofsimo"]
 WRITERS: tuple[Writer, ...] = get_args(Writer)
 PAIR = LORA[:2]
@@ -36,27 +37,6 @@ PEFT_SUFFIXES = {
     "lora_up.weight": "lora_B.weight",
     "dora_scale": "lora_magnitude_vector",
 }
-PEFT_TYPES = {"lora": "LORA", "lokr": "LOKR", "loha": "LOHA"}
-
-
-class UnspellableError(ValueError):
-    """What a family of names cannot hold; the message names the layer, the factor and what can."""
-
-
-@dataclass(frozen=True)
-class Piece(Generic[T]):
-    """One adapter to write: canonical factor → tensor, on one layer (one row) or on a fused one (several).
-
-    ``stored`` says that the tensors' rows are in the order of the original checkpoint's tensor, which a fused
-    layer's always are. ``alpha`` and ``rank`` are for formats that keep them in a config.
-    """
-
-    rows: tuple[TableRow, ...]
-    kind: str
-    tensors: Mapping[str, T]
-    stored: bool = False
-    alpha: float | None = None
-    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -168,33 +148,6 @@ def positional_metadata(pieces: Iterable[Piece[T]]) -> dict[str, str]:
         metadata[part] = json.dumps(sorted(CLASSES[part]))
         metadata[f"{name}:rank"] = str(piece.rank)
     return metadata
-
-
-def peft_config(pieces: list[Piece[T]]) -> dict[str, Any]:
-    """PEFT's adapter_config.json: ranks and alphas by module, the first's as the default.
-
-    Raises:
-        UnspellableError: the pieces are of several kinds or parts of the model, which need a file each.
-    """
-    kinds, parts = {piece.kind for piece in pieces}, {piece.rows[0].part for piece in pieces}
-    if len(kinds) != 1 or len(parts) != 1:
-        raise UnspellableError(f"a PEFT file holds one kind on one part, not {sorted(kinds)} on {sorted(parts)}")
-    kind = kinds.pop()
-    if kind not in PEFT_TYPES:
-        raise UnspellableError(f"PEFT has no files of kind {kind}; write kohya")
-    ranks = {piece.rows[0].name: piece.rank or 1 for piece in pieces}
-    alphas = {
-        piece.rows[0].name: float(ranks[piece.rows[0].name] if piece.alpha is None else piece.alpha) for piece in pieces
-    }
-    first = pieces[0].rows[0].name
-    return {
-        "peft_type": PEFT_TYPES[kind],
-        "r": ranks[first],
-        "lora_alpha" if kind == "lora" else "alpha": alphas[first],
-        "rank_pattern": {name: rank for name, rank in ranks.items() if rank != ranks[first]},
-        "alpha_pattern": {name: alpha for name, alpha in alphas.items() if alpha != alphas[first]},
-        "target_modules": list(ranks),
-    } | ({"use_dora": "dora_scale" in pieces[0].tensors} if kind == "lora" else {})
 
 
 def whole(rows: tuple[TableRow, ...]) -> tuple[TableRow, ...]:

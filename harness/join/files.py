@@ -19,8 +19,9 @@ from fulldiff.harness.files.container import read_header
 from fulldiff.harness.files.fold import prepared, put
 from fulldiff.harness.files.joining import EMBED, is_token
 from fulldiff.harness.files.match import matched
+from fulldiff.harness.files.piece import Piece
 from fulldiff.harness.files.stitching import read_tensor
-from fulldiff.harness.files.writers import Piece, Writer, write
+from fulldiff.harness.files.writers import Writer, write
 from fulldiff.harness.realise import DTYPES
 from fulldiff.reference.factors import Factors
 from fulldiff.reference.join import Part

@@ -2,8 +2,9 @@
 
 Both comparisons count, the output and the delta alone: a fault is named only if it gives what the subject
 gives in both, within the budget that a correct subject would have. Where none does, single or as a pair,
-the subject's delta is described beside the right one (a constant ratio, some rows, another order), and the
-property of the layer without which the subject is right.
+the subject's delta is described beside the right one (a constant ratio, some rows, another order), then
+what it is not made of (a factor that changes nothing, numbers that change by themselves), and the property
+of the layer without which the subject is right.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fulldiff.cases.model import Case, RuntimeCase
-from fulldiff.harness.judge import elements, observe
+from fulldiff.harness.judge import elements, observe, same_bits
 from fulldiff.harness.protocol import Diagnosis
 from fulldiff.harness.realise import Material, factors64, realise
 from fulldiff.harness.subjects.base import Subject
@@ -28,6 +29,9 @@ from fulldiff.reference.faults import FAULTS
 from fulldiff.reference.truth import POLICIES, FactorError, Truth
 
 ALONE, WITH_BASE = "delta alone", "output"
+RANDOM = "other numbers each time: not all are from the adapter"
+# Nearer than this share of the largest value a wrong way's own rounding is worth computing.
+NEAR = 0.1
 # A ratio is constant if it varies by less than this.
 RATIO_SPREAD = 1e-2
 
@@ -50,26 +54,70 @@ class Part:
             return False
         # A fault may broadcast the output along a dimension of size 1.
         allowed = self.allowed.expand_as(other)
-        # What is exact when it is right may have to be rounded when it is wrong: alpha over another axis, 2 / 7.
-        if self.body.values == "exact" and not torch.equal(other.to(self.material.x.dtype).double(), other):
-            allowed = rounding(truth, self.body, self.material, self.arithmetic).expand_as(other)
-        return elements("", self.got, other, allowed).holds
+        if elements("", self.got, other, allowed).holds:
+            return True
+        # A wrong way may round where the right one is exact or zero: alpha over another axis, a delta at strength 0.
+        exact = self.body.values == "exact" and torch.equal(other.to(self.material.x.dtype).double(), other)
+        if exact or not torch.allclose(self.got, other, rtol=0, atol=NEAR * float(other.abs().amax()), equal_nan=True):
+            return False
+        wider = rounding(truth, self.body, self.material, self.arithmetic, at_zero=1.0).expand_as(other)
+        return elements("", self.got, other, wider).holds
 
 
-def diagnose(case: Case, subject: Subject, pairs: bool = True) -> Diagnosis:
-    """The diagnosis of a subject that computes something on the case; raises what the subject raises."""
+def diagnose(case: Case, subject: Subject, closer: bool = True) -> Diagnosis:
+    """The diagnosis of a subject that computes something on the case; raises what the subject raises.
+
+    What no single fault explains is looked at ``closer``: pairs of faults, else a description.
+    """
     assert isinstance(case.body, RuntimeCase)
     parts = parts_of(case, case.body, subject)
     policy = POLICIES[subject.scale_policy]
     if all(part.equals(Truth(policy)) for part in parts.values()):
         return Diagnosis(right=True)
     named = equal(parts, ((name, replace(fault, policy=policy)) for name, fault in FAULTS.items()))
-    if not named and pairs:
-        named = equal(parts, ((name, kind(policy)) for name, kind in pair_faults().items()))
-    if named:
+    if named or not closer:
         return Diagnosis(tuple(named))
-    seen = (describe(case.body, parts[ALONE]), cured(case, case.body, subject))
+    if named := equal(parts, ((name, kind(policy)) for name, kind in pair_faults().items())):
+        return Diagnosis(tuple(named))
+    seen = (describe(case.body, parts[ALONE]), unread(case.body, parts, subject), cured(case, case.body, subject))
     return Diagnosis(partly=", ".join(filter(None, seen)))
+
+
+def unread(body: RuntimeCase, parts: Mapping[str, Part], subject: Subject) -> str:
+    """The factors that the output does not depend on, or that it is another one each time."""
+    part = next((part for part in parts.values() if part.got.any()), None)
+    if part is None:
+        return ""
+
+    def output(material: Material, seed: int = 0) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return observe(body, material, subject)[0]
+
+    first, again, other = output(part.material), output(part.material), output(part.material, seed=1)
+    if not same_bits(first, again):
+        return RANDOM
+    ignored = [
+        name
+        for index, tensors in enumerate(part.material.adapters)
+        for name in tensors
+        if _matters(part, changed := negated(part.material, index, name), subject) and same_bits(output(changed), first)
+    ]
+    none = f"{', '.join(dict.fromkeys(ignored))} without effect" if ignored else ""
+    return ", ".join(filter(None, ("" if same_bits(first, other) else RANDOM, none)))
+
+
+def negated(material: Material, index: int, name: str) -> Material:
+    """The tensors with one factor of one adapter negated."""
+    adapters = list(material.adapters)
+    adapters[index] = {**adapters[index], name: -adapters[index][name]}
+    return replace(material, adapters=tuple(adapters))
+
+
+def _matters(part: Part, changed: Material, subject: Subject) -> bool:
+    """Whether the right output is another one with these tensors."""
+    want = forward(Truth(POLICIES[subject.scale_policy]), part.body, changed)
+    return want is not None and not torch.equal(want, part.want)
 
 
 def cured(case: Case, body: RuntimeCase, subject: Subject) -> str:
@@ -140,10 +188,13 @@ def _part(body: RuntimeCase, material: Material, subject: Subject) -> Part:
     return Part(body, material, got, want, allowed, arithmetic)
 
 
-def rounding(truth: Truth, body: RuntimeCase, material: Material, arithmetic: tuple[str, str]) -> Tensor:
-    """The error per element that rounding may cause in this way of computing."""
+def rounding(
+    truth: Truth, body: RuntimeCase, material: Material, arithmetic: tuple[str, str], at_zero: float = 0.0
+) -> Tensor:
+    """The error per element that rounding may cause in this way of computing; a strength of 0 counts as ``at_zero``."""
     bias = None if material.bias is None else material.bias.double()
-    layer = (body.layer, material.weight.double(), bias, factors64(body, material), material.x.double())
+    adapters = [replace(adapter, strength=adapter.strength or at_zero) for adapter in factors64(body, material)]
+    layer = (body.layer, material.weight.double(), bias, adapters, material.x.double())
     return budget(truth, *layer, *arithmetic).hard
 
 

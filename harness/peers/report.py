@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fulldiff.cases.model import RuntimeCase
+from fulldiff.cases.model import RuntimeCase, numel
 from fulldiff.harness.manager import Worker
 from fulldiff.harness.peers import bench, matrix, policies
 from fulldiff.harness.peers.confirm import Reproduction, reproduce
@@ -27,6 +27,8 @@ from fulldiff.harness.search import size
 PACKAGES = ("peft", "lycoris-lora", "diffusers", "torch")
 # Of each failure (outcome, forms, layer) so many results are diagnosed; more tell nothing new.
 PER_FAILURE = 4
+# So many numbers of input and weight a reader can still look through.
+LEGIBLE = 2000
 
 HEAD = """# Peers
 
@@ -72,7 +74,14 @@ class Finding:
 
     @property
     def smallest(self) -> Result:
-        return min(self.results, key=lambda result: size(result.case))
+        return min(self.results, key=readability)
+
+
+def readability(result: Result) -> tuple[bool, tuple[int, int]]:
+    """The order of the cases that a finding may be shown on: those first whose numbers a person can look through."""
+    body = result.case.body
+    assert isinstance(body, RuntimeCase)
+    return numel(body.input.shape) + numel(body.layer.weight_shape) > LEGIBLE, size(result.case)
 
 
 def load(folder: Path, peers: Iterable[str], seed: int) -> dict[str, list[Result]]:
@@ -90,27 +99,27 @@ def findings(
     bad = [result for result in results if result.judgement.outcome not in RIGHT + UNTAKEN]
     diagnosed: dict[str, tuple[Result, Diagnosis]] = {}
     for result in sample([r for r in bad if r.judgement.outcome in WRONG]):
-        diagnosed[result.id] = (result, diagnosed_by(worker, peer, result, pairs=False))
+        diagnosed[result.id] = (result, diagnosed_by(worker, peer, result, closer=False))
         progress()
     raised: dict[str, list[Result]] = defaultdict(list)
     for result in bad:
         if result.judgement.outcome not in WRONG:
             raised[failure(result)].append(result)
-    made = explained(peer, list(diagnosed.values()), lambda result: diagnosed_by(worker, peer, result, pairs=True))
+    made = explained(peer, list(diagnosed.values()), lambda result: diagnosed_by(worker, peer, result, closer=True))
     return made + [Finding(peer, cause, tuple(own)) for cause, own in raised.items()]
 
 
 def sample(wrong: Sequence[Result]) -> list[Result]:
     """The smallest few results of each failure."""
     by_failure: dict[str, list[Result]] = defaultdict(list)
-    for result in sorted(wrong, key=lambda result: size(result.case)):
+    for result in sorted(wrong, key=readability):
         by_failure[failure(result)].append(result)
     return [result for own in by_failure.values() for result in own[:PER_FAILURE]]
 
 
-def diagnosed_by(worker: Worker, peer: str, result: Result, pairs: bool) -> Diagnosis:
+def diagnosed_by(worker: Worker, peer: str, result: Result, closer: bool) -> Diagnosis:
     """The diagnosis of one result; unknown where the peer does not compute it again."""
-    answer = worker.ask(Diagnose(result.case, peer, pairs))
+    answer = worker.ask(Diagnose(result.case, peer, closer))
     return answer.diagnosis or Diagnosis(partly=answer.judgement.message if answer.judgement else "")
 
 
@@ -134,7 +143,7 @@ def explained(
     for result, _ in left:
         unknown[failure(result)].append(result)
     for own in unknown.values():
-        smallest = min(own, key=lambda result: size(result.case))
+        smallest = min(own, key=readability)
         made.append(Finding(peer, str(closer(smallest)), tuple(own)))
     return made
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from textwrap import indent
 
-from fulldiff.cases.model import Case, Layer, RuntimeCase, case_id
+from torch import Tensor
+
+from fulldiff.cases.model import Case, Layer, Layout, RuntimeCase, case_id
 from fulldiff.harness.judge import loaded
 from fulldiff.harness.peers.diagnosis import forward, is_right, materials, rounding
 from fulldiff.harness.peers.file_templates import TEMPLATES
@@ -42,7 +44,7 @@ def script(case: Case, peer: str, subject: Subject, what: str) -> str:
         imports=template.imports,
         layer=f"{layer(body.layer)}.to({material.weight.dtype}).eval().requires_grad_(False)",
         values="\n".join(_base(material)),
-        x=literal(material.x) + LAYOUTS[body.input.layout].format("_3d" if material.x.dim() == 5 else ""),
+        x=literal(material.x) + _layout(material.x, body.input.layout),
         expected=literal(want),
         allowed=_allowed(body, material, subject),
         steps=indent("\n".join(steps), "    "),
@@ -56,6 +58,13 @@ def showing(case: Case, body: RuntimeCase, subject: Subject) -> Material:
         return whole if is_right(body, bare, subject) else bare
     except Exception:  # whatever a subject raises shows there
         return bare
+
+
+def _layout(x: Tensor, layout: Layout) -> str:
+    """What makes the layout of contiguous numbers; nothing to transpose in one dimension."""
+    if x.dim() == 1 and layout == "transposed":
+        return ""
+    return LAYOUTS[layout].format("_3d" if x.dim() == 5 else "")
 
 
 def _allowed(body: RuntimeCase, material: Material, subject: Subject) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fulldiff.harness.files.writers import Piece
+from fulldiff.harness.files.piece import Piece
 from fulldiff.harness.join.effect import ranks
 from fulldiff.harness.join.files import adapters_of, parts_of_files, rows_of, save, tokens_of
 from fulldiff.harness.subjects.base import Detach, replace_forward

@@ -51,6 +51,17 @@ class DeltaPaddingModeZeros(_Apart):
         return apply(_except(layer, padding_mode="zeros"), delta, None, x)
 
 
+@fault("padding-mode-zeros")
+class PaddingModeZeros(Truth):
+    """The layer with its new weight pads with zeros whatever its padding mode, the base's part too."""
+
+    def output(
+        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, deltas: Sequence[Tensor], x: Tensor
+    ) -> Tensor:
+        plain = _except(layer, padding_mode="zeros") if deltas else layer
+        return super().output(plain, weight, bias, deltas, x)
+
+
 @fault("delta-dilation-ignored")
 class DeltaDilationIgnored(_Apart):
     """The delta's kernel not dilated: the larger output cut to size, or broadcast where the base's size is 1."""

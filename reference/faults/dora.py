@@ -88,6 +88,20 @@ class DoraStrengthIgnored(Truth):
         return super().change(whole, weight)
 
 
+@fault("dora-strength-on-magnitude")
+class DoraStrengthOnMagnitude(Truth):
+    """The strength on the magnitude alone, V · (1 + strength · (m / ‖V‖ − 1)): at 0 the delta stays (LyCORIS 4.1.3)."""
+
+    def counts(self, adapter: Factors) -> bool:
+        return "dora_scale" in adapter.tensors or super().counts(adapter)
+
+    def change(self, adapter: Factors, weight: Tensor) -> Tensor:
+        if "dora_scale" not in adapter.tensors:
+            return super().change(adapter, weight)
+        moved = weight + self.scale(adapter) * self.product(adapter, weight.shape)
+        return moved + self.strength(adapter) * (self.dora(adapter, weight) - moved) - weight
+
+
 @fault("dora-base-not-removed")
 class DoraBaseNotRemoved(Truth):
     """W' added to W whole: the base counted twice."""

@@ -23,6 +23,16 @@ class FirstAdapterOnly(Truth):
         return super().output(layer, weight, bias, deltas[:1], x)
 
 
+@fault("last-adapter-only")
+class LastAdapterOnly(Truth):
+    """Each adapter on a layer takes the place of those before it."""
+
+    def forward(
+        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, adapters: Sequence[Factors], x: Tensor
+    ) -> Tensor:
+        return super().forward(layer, weight, bias, adapters[-1:], x)
+
+
 @fault("last-strength-for-all")
 class LastStrengthForAll(Truth):
     """Every adapter gets the strength of the last one loaded."""

@@ -12,23 +12,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
 from torch import Tensor, nn
 
 from fulldiff.cases.tables import TableRow, load_table
-from fulldiff.harness.files import fold
-from fulldiff.harness.files.writers import Piece, UnspellableError
+from fulldiff.harness.files.piece import Piece, UnspellableError
 from fulldiff.harness.subjects import factors
 from fulldiff.harness.subjects.base import Adapter, Detach, Refused, Subject, Unsupported, replace_forward
 
 # The layers of Stable Diffusion 1.5's UNet whose names the files give to any linear layer and any convolution.
 TABLE = "sd15"
-# The file's own name where a peer leaves it open, and the tensors that make a LoKr or LoHa a Tucker one.
+# The file's own name where a peer leaves it open.
 FILE = "adapter.safetensors"
-CORES = {"lokr_t2", "hada_t1", "hada_t2"}
 LINEAR = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 CONV = "conv_in"
 
@@ -152,13 +149,6 @@ def wide(piece: Piece[Tensor]) -> Piece[Tensor]:
     return replace(piece, tensors={name: tensor.double() for name, tensor in piece.tensors.items()})
 
 
-def without_numbers(piece: Piece[Tensor]) -> Piece[Tensor]:
-    """The piece with its scale as alpha for a config: alpha / rank is the same, no factor is changed."""
-    rank = fold.rank_of(piece)
-    tensors = {name: tensor for name, tensor in piece.tensors.items() if name not in fold.NUMBERS}
-    return replace(piece, tensors=tensors, rank=rank, alpha=fold.finite_scale(piece) * (rank or 1))
-
-
 def model_of(name: str, layer: nn.Module) -> nn.Module:
     """A model that has the layer under a dotted name, and nothing else."""
     root = at = nn.Module()
@@ -169,11 +159,3 @@ def model_of(name: str, layer: nn.Module) -> nn.Module:
         at = child
     at.add_module(last, layer)
     return root
-
-
-def decompose_factor(sizes: tuple[tuple[int, int], tuple[int, int]], factorization: Any) -> int | None:
-    """The factor by which LyCORIS's and PEFT's rule gives w1 (up, uq) and w2 (vp, vq); None where none does."""
-    (up, uq), (vp, vq) = sizes
-    whole = ((up * vp, (up, vp)), (uq * vq, (uq, vq)))
-    tried = (-1, *range(1, max(up, uq, vp, vq) + 1))
-    return next((f for f in tried if all(factorization(size, f) == split for size, split in whole)), None)

@@ -14,11 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from fulldiff.harness.files import fold
-from fulldiff.harness.files.writers import UnspellableError
+from fulldiff.harness.files.peft_config import CORES, decompose_factor, split_sorted
+from fulldiff.harness.files.piece import UnspellableError
 from fulldiff.harness.subjects import factors
 from fulldiff.harness.subjects.base import Adapter, Detach, Forward, Subject, Unsupported
 from fulldiff.harness.subjects.peers import alpha_of, check, library, on_the_whole_layer
-from fulldiff.harness.subjects.peers.files import CORES, FILE, copied, decompose_factor, model_of, name_for, piece_of
+from fulldiff.harness.subjects.peers.files import FILE, copied, model_of, name_for, piece_of
 from fulldiff.harness.subjects.stacked import Stacked
 
 # Each function's arguments, in order.
@@ -64,8 +65,7 @@ class LycorisFile(Subject):
             raise Unsupported("a dora_scale without the weight's axes: LyCORIS writes them")
         if adapter.kind == "lokr":
             sizes = factors.w1_sizes(adapter.tensors), factors.w2_sizes(adapter.tensors, module.weight.shape)
-            factorization = library("lycoris.functional", "lycoris-lora").factorization
-            if decompose_factor(sizes, factorization) is None:
+            if decompose_factor([sizes], split_sorted) is None:
                 raise Unsupported("LyCORIS's factorisation of this layer gives no such w1 and w2")
             check_forms(adapter, *sizes)
 

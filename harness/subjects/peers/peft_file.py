@@ -1,34 +1,20 @@
 """PEFT from a file: adapter_config.json and adapter_model.safetensors, as `PeftModel.from_pretrained` loads them.
 
-A LoKr's sizes follow from `decompose_factor` and its forms from the rank, so the config has the values that give
-the file's; where there are none, PEFT could not have written the adapter.
+Where no config gives a LoKr's sizes and forms, PEFT could not have written the adapter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from fulldiff.harness.files import fold
-from fulldiff.harness.files.writers import Piece, Written, write
-from fulldiff.harness.subjects import factors
 from fulldiff.harness.subjects.base import Adapter, Unsupported
 from fulldiff.harness.subjects.peers import library, on_the_whole_layer
-from fulldiff.harness.subjects.peers.files import (
-    CORES,
-    FileSubject,
-    Session,
-    copied,
-    decompose_factor,
-    model_of,
-    name_for,
-    piece_of,
-    without_numbers,
-)
+from fulldiff.harness.subjects.peers.files import FileSubject, Session, copied, model_of, name_for, piece_of
 
 FILE = "adapter_model.safetensors"
 
@@ -123,47 +109,4 @@ class PeftSession(Session):
 
 def write_file(folder: Path, weight: Tensor, adapter: Adapter) -> None:
     """The adapter as PEFT's two files, for a layer of this weight."""
-    piece = piece_of(weight, adapter)
-    shaped = dict(piece.tensors) | _magnitude(piece) | _cores(piece)
-    known = _with_rank(without_numbers(replace(piece, tensors=shaped)), weight)
-    made = write("peft", [known])
-    assert made.config is not None
-    fold.put(folder / FILE, Written(made.tensors, made.metadata, made.config | _config(known, weight)))
-
-
-def _config(piece: Piece[Tensor], weight: Tensor) -> dict[str, Any]:
-    """What a kind's config has beside ranks and alphas."""
-    if piece.kind == "lora":
-        return {}
-    more: dict[str, Any] = {"use_effective_conv2d": bool(CORES & piece.tensors.keys())}
-    if piece.kind == "lokr":
-        rule = library("peft.tuners.lokr.layer", "peft").factorization
-        factor = decompose_factor(_sizes(piece, weight), rule)
-        if factor is None:
-            raise Unsupported("PEFT's factorisation of this layer gives no such w1 and w2")
-        more |= {"decompose_factor": factor, "decompose_both": "lokr_w1_a" in piece.tensors}
-    return more
-
-
-def _sizes(piece: Piece[Tensor], weight: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    return factors.w1_sizes(piece.tensors), factors.w2_sizes(piece.tensors, weight.shape)
-
-
-def _magnitude(piece: Piece[Tensor]) -> dict[str, Tensor]:
-    """PEFT's magnitude of a linear layer has one axis, a convolution's the weight's, transposed."""
-    row = piece.rows[0]
-    shape = (1, -1, *[1] * len(row.kernel)) if row.kernel else (-1,)
-    return {name: flat.reshape(shape) for name, flat in fold.magnitude_for("peft", piece).items()}
-
-
-def _cores(piece: Piece[Tensor]) -> dict[str, Tensor]:
-    """PEFT gives the cores of a conv1d a second spatial dimension."""
-    return {name: core.unsqueeze(-1) for name, core in piece.tensors.items() if name in CORES and core.dim() == 3}
-
-
-def _with_rank(piece: Piece[Tensor], weight: Tensor) -> Piece[Tensor]:
-    """A LoKr of whole factors has the rank from which PEFT makes whole ones, and scale 1."""
-    if piece.kind != "lokr" or piece.rank is not None:
-        return piece
-    rank = max(max(own) for own in _sizes(piece, weight))
-    return replace(piece, rank=rank, alpha=float(rank))
+    fold.save(folder / FILE, "peft", [piece_of(weight, adapter)])

@@ -13,7 +13,7 @@ import peft
 import torch
 from torch import Tensor, nn
 
-from fulldiff.harness.files.writers import Piece
+from fulldiff.harness.files.piece import Piece
 from fulldiff.harness.join.files import adapters_of, rows_of, save
 from fulldiff.harness.realise import module_for
 from fulldiff.harness.subjects.base import Unsupported
