@@ -26,15 +26,19 @@ def ratio(way: list[float], bare: list[float]) -> tuple[float, float, float]:
 
 
 def frame(cells: Iterable[Cell]) -> pd.DataFrame:
-    """One row per cell and way: labels, seconds, ratio with interval, extra and held bytes, check."""
-    return pd.DataFrame([_row(cell, way) for cell in cells for way in cell.seconds])
+    """One row per cell and way: labels, seconds, ratio with interval, extra and held bytes, check.
+
+    Of a cell whose bytes alone were measured the times are NaN.
+    """
+    return pd.DataFrame([_row(cell, way) for cell in cells for way in cell.peak_bytes])
 
 
 def _row(cell: Cell, way: str) -> dict[str, Any]:
-    middle, low, high = ratio(cell.seconds[way], cell.seconds[NO_ADAPTER])
+    timed = way in cell.seconds
+    middle, low, high = ratio(cell.seconds[way], cell.seconds[NO_ADAPTER]) if timed else (math.nan,) * 3
     numbers = {
         "way": way,
-        "seconds": stats.gmean(cell.seconds[way]),
+        "seconds": stats.gmean(cell.seconds[way]) if timed else math.nan,
         "first": stats.gmean(cell.first_seconds[way]) if way in cell.first_seconds else math.nan,
         "ratio": middle,
         "low": low,
@@ -51,7 +55,7 @@ def _row(cell: Cell, way: str) -> dict[str, Any]:
 
 def noise(table: pd.DataFrame) -> dict[str, float]:
     """The A/A way: how wide its intervals are, how far its ratios are from 1, how many intervals hold 1."""
-    again = table[table.way == AGAIN]
+    again = table[(table.way == AGAIN) & table.ratio.notna()]
     half = (again.high / again.low).map(math.log) / 2
     return {
         "cells": len(again),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +47,11 @@ class Sections:
 
 def write(sections: Sections, out: Path, backend: str) -> None:
     """Write the report, its plots, and every cell as CSV."""
-    table = frame(cell for cell in sections.cells if cell.seconds)
+    table = frame(cell for cell in sections.cells if cell.peak_bytes)
     table.drop(columns=["count_at"], errors="ignore").to_csv(out / f"{backend}.csv", index=False)
     (out / f"{backend}.md").write_text(markdown(sections, table, backend), encoding="utf-8")
-    bench_plots.plot(table, out / f"{backend}.png")
+    if table.seconds.notna().any():
+        bench_plots.plot(table, out / f"{backend}.png")
 
 
 def markdown(sections: Sections, table: pd.DataFrame, backend: str) -> str:
@@ -68,8 +70,7 @@ def markdown(sections: Sections, table: pd.DataFrame, backend: str) -> str:
         DIFFERS,
         *(layer_sections(layers, backend) if len(layers) else ["No single layer was measured.\n"]),
         *file_section(table),
-        "\n## Merging into a narrow base\n",
-        merge_section(sections.cells),
+        *merge_section(sections.cells),
         "\nEvery cell with its 95 % interval is in the CSV file beside this report.\n",
     ]
     return "\n".join(parts)
@@ -112,6 +113,8 @@ def environment(env: Environment) -> str:
 def noise_floor(table: pd.DataFrame) -> str:
     """How much two equal ways differ here."""
     found = noise(table)
+    if not found["cells"]:
+        return "The bytes alone were measured, no times.\n"
     loud = (
         " **Too noisy to tell small differences: close other programs and run again.**" if found["half"] > 0.03 else ""
     )
@@ -123,7 +126,7 @@ def noise_floor(table: pd.DataFrame) -> str:
 
 def missing(sections: Sections) -> list[str]:
     """What the budget left out, and what could not be run."""
-    failed = [cell for cell in sections.cells if not cell.seconds and not cell.facts]
+    failed = [cell for cell in sections.cells if not cell.peak_bytes and not cell.facts]
     lines = [f"Not measured: {c.labels} — {next(iter(c.check.values())).message}\n" for c in failed]
     if sections.missing:
         lines.append(f"Not measured within the budget: {len(sections.missing)} cells; run again with a larger one.\n")
@@ -164,7 +167,9 @@ def step_tables(steps: pd.DataFrame, cells: list[Cell]) -> list[str]:
         width = "real size" if narrowed == 1 else f"channels divided by {narrowed:.0f}"
         made.append(f"SDXL's UNet, {width}, random weights, {dtype}, {form}.")
         made.append("Buffer: peak beyond what is resident; held: what the way keeps beyond the bare model, MiB.")
-        made.append("First step: kernels chosen, caches cold, what is kept not yet made; attaching is not in it.\n")
+        if group.ratio.notna().any():
+            made.append("First step: kernels chosen, caches cold, what is kept not yet made; attaching is not in it.")
+        made[-1] += "\n"
         made.append(step_table(group) + "\n")
     return made
 
@@ -178,6 +183,8 @@ def step_table(group: pd.DataFrame) -> str:
             size = cell["size"]
             row[f"{size}: buffer MiB"] = f"{cell['peak'] / MIB:,.1f}"
             row[f"{size}: held MiB"] = f"{cell['held'] / MIB:,.1f}"
+            if math.isnan(cell["ratio"]):
+                continue
             row[f"{size}: first step, s"] = f"{cell['first']:.3f}"
             row[f"{size}: s/step"] = f"{cell['seconds']:.3f}"
             row[f"{size}: ratio"] = interval(cell)
@@ -237,7 +244,7 @@ def file_section(table: pd.DataFrame) -> list[str]:
     return ["\n## Your file\n", to_markdown(shown[columns])]
 
 
-def merge_section(cells: list[Cell]) -> str:
+def merge_section(cells: list[Cell]) -> list[str]:
     """How much of ΔW arrives, by base dtype and size, summed once and one by one."""
     text = (
         "Eight LoRAs of equal size merged into a random 640×640 base: the share of ΔW that arrives (1: all of it), and "
@@ -249,7 +256,7 @@ def merge_section(cells: list[Cell]) -> str:
         name = "one by one" if cell.labels["one_by_one"] else "summed once"
         row[name] = f"{cell.facts['along']:.3f} (±{cell.facts['noise']:.2f})"
     named = [{"base": dtype, "‖ΔW‖/‖W‖": f"{size:.1%}", **row} for (dtype, size), row in rows.items()]
-    return text + to_markdown(pd.DataFrame(named))
+    return ["\n## Merging into a narrow base\n", text + to_markdown(pd.DataFrame(named))] if named else []
 
 
 def to_markdown(table: pd.DataFrame) -> str:

@@ -53,11 +53,14 @@ class Options:
     threads: int = 1
     out: Path = Path("reports")
     shard: Shard = WHOLE
+    # Whole steps, their bytes alone: nothing that another program on the machine changes.
+    memory_only: bool = False
 
     @property
     def name(self) -> str:
         """Of the report and the result lines."""
-        return f"{self.backend}{'-full' if self.full else ''}{suffix(self.shard)}"
+        parts = (self.backend, "full" if self.full else "", "memory" if self.memory_only else "")
+        return f"{'-'.join(filter(None, parts))}{suffix(self.shard)}"
 
 
 def bench(options: Options, console: Console) -> bool:
@@ -79,7 +82,8 @@ def bench(options: Options, console: Console) -> bool:
     cells, environment, missing = measure(plan, options, console)
     sections = bench_report.Sections(outcome.counts, layers, real, file, cells, environment, missing)
     bench_report.write(sections, options.out, options.name)
-    console.print(f"wrote {options.out / options.name}.md, .png, .csv and .jsonl", highlight=False)
+    kinds = ".md, .csv and .jsonl" if options.memory_only else ".md, .png, .csv and .jsonl"
+    console.print(f"wrote {options.out / options.name}{kinds}", highlight=False)
     checks = [check for cell in cells for check in cell.check.values()]
     right = all(r.judgement.outcome in FINE for r in [*layers, *real]) and all(c.outcome in FINE for c in checks)
     return outcome.ok and right
@@ -87,6 +91,11 @@ def bench(options: Options, console: Console) -> bool:
 
 def planned(options: Options, file: match.Match | None) -> Iterable[Workload]:
     """All workloads, the most telling first."""
+    if options.memory_only:
+        sizes = bench_plan.SIZES if options.full else ()
+        yield bench_plan.step((256, 256), "f32", NARROWED, options.lokr)
+        yield from (bench_plan.step(size, "bf16", 1, options.lokr) for size in sizes)
+        return
     if file:
         yield from bench_plan.file_layers(file)
     yield bench_plan.step((256, 256), "f32", NARROWED, options.lokr)
@@ -111,7 +120,8 @@ def measure(plan: list[Workload], options: Options, console: Console) -> tuple[l
     ):
         environment = conform.environment(worker, SUBJECT)
         store = Store.begin(path, environment)
-        launches(plan, partial(_measure, worker, options=options), worker, store, end, progress)
+        times = 1 if options.memory_only else LAUNCHES
+        launches(plan, partial(_measure, worker, options=options), worker, store, end, progress, times)
     cells = store.cells()
     store.finish()
     shutil.copyfile(path, options.out / f"{options.name}.jsonl")
@@ -125,10 +135,11 @@ def launches(
     store: Store,
     end: float,
     progress: Progress,
+    times: int = LAUNCHES,
 ) -> None:
-    """Each workload `LAUNCHES` times, in new processes, until ``end`` (monotonic seconds); what is there stays."""
-    for launch in range(1, LAUNCHES + 1):
-        for workload in progress.track(plan, description=f"measure, launch {launch} of {LAUNCHES}"):
+    """Each workload so many ``times``, in new processes, until ``end`` (monotonic seconds); what is there stays."""
+    for launch in range(1, times + 1):
+        for workload in progress.track(plan, description=f"measure, launch {launch} of {times}"):
             if time.monotonic() < end and not store.has(case_id(workload.case), launch):
                 store.add(structs.replace(measure(workload), launch=launch))
         if not worker.fork:
@@ -140,7 +151,7 @@ def _measure(worker: Worker, workload: Workload, options: Options) -> Cell:
     if isinstance(body, StepCase) and (short := _too_large(body)):
         refused = {"step": Judgement("out of memory", message=short)}
         return Cell(case_id(workload.case), options.backend, workload.labels, {}, {}, refused)
-    return measured(worker, workload, options.seconds, options.backend)
+    return measured(worker, workload, 0.0 if options.memory_only else options.seconds, options.backend)
 
 
 def measured(worker: Worker, workload: Workload, seconds: float, backend: str = "cpu") -> Cell:

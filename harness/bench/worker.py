@@ -84,16 +84,23 @@ def measured(
 ) -> dict[str, Any]:
     """Each way's first call, the bytes of a steady one and what stays beyond the bare layer, and samples of its time.
 
-    ``prepare`` is told which way comes next; what it does is not measured.
+    ``prepare`` is told which way comes next; what it does is not measured. No ``seconds``: the bytes alone.
     """
     steady = {way: each.steady for way, each in begun.items()}
-    return {
+    found = {
         "peak_bytes": {way: each.peak for way, each in steady.items()},
         "held_bytes": {way: each.first.kept for way, each in begun.items()},
-        "first_seconds": {way: [each.seconds] for way, each in begun.items()},
         "reserved_bytes": {way: each.reserved for way, each in steady.items() if each.reserved is not None},
-        "seconds": sampled(calls, seconds, backend, prepare, {way: each.seconds for way, each in begun.items()}),
     }
+    return (
+        found
+        if not seconds
+        else found
+        | {
+            "first_seconds": {way: [each.seconds] for way, each in begun.items()},
+            "seconds": sampled(calls, seconds, backend, prepare, {way: each.seconds for way, each in begun.items()}),
+        }
+    )
 
 
 def sampled(

@@ -201,6 +201,7 @@ def bench(
     shard: Annotated[str, typer.Option(help="i/n: only every n-th cell, from the i-th (1 to n)")] = "1/1",
     budget: Annotated[float | None, typer.Option(help="Minutes of measuring; default 3, with --full no limit")] = None,
     seconds: Annotated[float, typer.Option(help="At least so long per cell, beside the minimum of blocks")] = 0.05,
+    memory_only: Annotated[bool, typer.Option(help="Whole steps, bytes and no times: also on a busy machine")] = False,
     threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
     out: Out = Path("reports"),
 ) -> None:
@@ -217,7 +218,9 @@ def bench(
     from fulldiff.harness.bench.plan import Lokr
 
     own = Lokr(factor, rank, not attention_only)
-    options = benching.Options(backend, adapter, model, full, own, seconds, minutes, threads, out, shard_of(shard))
+    options = benching.Options(
+        backend, adapter, model, full, own, seconds, minutes, threads, out, shard_of(shard), memory_only
+    )
     raise typer.Exit(0 if benching.bench(options, console) else CONFORMANCE)
 
 
