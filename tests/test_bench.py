@@ -95,6 +95,13 @@ def test_a_real_layer_is_measured_and_checked() -> None:
     assert 1 < found["facts"]["flop_floor"] < 2
 
 
+def test_the_bytes_alone_are_those_of_a_timed_run() -> None:
+    workload = next(w for w in bench_plan.layers(["sd15"], [(256, 256)], None) if w.labels["layer"] == "linear 320×320")
+    timed, bare = run(workload.case, 0.01, cpu), run(workload.case, 0.0, cpu)  # type: ignore[arg-type]
+    assert bare["peak_bytes"] == timed["peak_bytes"] and bare["held_bytes"] == timed["held_bytes"]
+    assert not {"seconds", "first_seconds"} & bare.keys()
+
+
 def test_the_meter_counts_what_is_freed_on_the_way_and_what_stays() -> None:
     kept = []
 
@@ -176,6 +183,16 @@ def test_a_report_without_single_layers_says_so(tmp_path: Path) -> None:
     bench_report.write(sections, tmp_path, "cpu")
     assert "No single layer was measured" in (tmp_path / "cpu.md").read_text()
     assert (tmp_path / "cpu.png").exists()
+
+
+def test_a_report_of_bytes_alone_shows_no_times(tmp_path: Path) -> None:
+    (step,) = (cell for cell in _cells() if cell.labels["workload"] == "step")
+    sections = bench_report.Sections(Counter(passed=5), [], [], None, [replace(step, seconds={})], ENVIRONMENT, [])
+    bench_report.write(sections, tmp_path, "cpu-memory")
+    text = (tmp_path / "cpu-memory.md").read_text()
+    assert "The bytes alone were measured, no times." in text
+    assert "512×512: buffer MiB" in text and "nan" not in text and "s/step" not in text and "Merging" not in text
+    assert not (tmp_path / "cpu-memory.png").exists()
 
 
 def _fake_torch(monkeypatch: pytest.MonkeyPatch, cuda_build: str | None, hip: str | None, device: bool) -> None:
