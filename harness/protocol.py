@@ -82,10 +82,12 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The faults that equal the subject on a case, alone or as pairs; else what its delta looks like."""
+    """The faults that equal the subject on a case, alone or as pairs; else what of the adapter has no part in the
+    output (``unread``), and what the delta looks like."""
 
     equals: tuple[str, ...] = ()
     partly: str = ""
+    unread: str = ""
     right: bool = False
 
     def __str__(self) -> str:
@@ -93,6 +95,8 @@ class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
             return "right: within the budget of rounding"
         if self.equals:
             return "equals: " + " or ".join(self.equals)
+        if self.unread:
+            return f"unread: {self.unread}"
         return "unknown" + (f" ({self.partly})" if self.partly else "")
 
 

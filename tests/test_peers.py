@@ -174,8 +174,18 @@ def test_of_two_faults_that_explain_the_same_the_narrower_comes_first() -> None:
 
 
 def test_a_reproduction_is_named_after_the_cause() -> None:
-    causes = ["equals: kron-not-unsqueezed or kron-swapped", "raised at lokr.py:20: RuntimeError", "unknown (x)"]
-    assert [reporting.slug(cause) for cause in causes] == ["kron-not-unsqueezed", "raised-at-lokr-py-20", "unknown"]
+    causes = [
+        "equals: kron-not-unsqueezed or kron-swapped",
+        "raised at lokr.py:20: RuntimeError",
+        "unknown (x)",
+        "unread: alpha",
+    ]
+    assert [reporting.slug(cause) for cause in causes] == [
+        "kron-not-unsqueezed",
+        "raised-at-lokr-py-20",
+        "unknown",
+        "unread",
+    ]
 
 
 def test_what_is_not_confirmed_is_not_in_the_table_of_findings() -> None:

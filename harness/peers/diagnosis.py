@@ -29,7 +29,7 @@ from fulldiff.reference.faults import FAULTS
 from fulldiff.reference.truth import POLICIES, FactorError, Truth
 
 ALONE, WITH_BASE = "delta alone", "output"
-RANDOM = "other numbers each time: not all are from the adapter"
+RANDOM = "other numbers each time"
 # Nearer than this share of the largest value a wrong way's own rounding is worth computing.
 NEAR = 0.1
 # A ratio is constant if it varies by less than this.
@@ -79,14 +79,17 @@ def diagnose(case: Case, subject: Subject, closer: bool = True) -> Diagnosis:
         return Diagnosis(tuple(named))
     if named := equal(parts, ((name, kind(policy)) for name, kind in pair_faults().items())):
         return Diagnosis(tuple(named))
-    seen = (describe(case.body, parts[ALONE]), unread(case.body, parts, subject), cured(case, case.body, subject))
-    return Diagnosis(partly=", ".join(filter(None, seen)))
+    seen = (describe(case.body, parts[ALONE]), cured(case, case.body, subject))
+    return Diagnosis(partly=", ".join(filter(None, seen)), unread=unread(case.body, parts, subject))
 
 
 def unread(body: RuntimeCase, parts: Mapping[str, Part], subject: Subject) -> str:
-    """The factors that the output does not depend on, or that it is another one each time."""
+    """The factors that the output does not depend on though it should, and whether it is another one each time.
+
+    Empty where an output is not finite: nothing can be told of what went into it.
+    """
     part = next((part for part in parts.values() if part.got.any()), None)
-    if part is None:
+    if part is None or not all(part.got.isfinite().all() for part in parts.values()):
         return ""
 
     def output(material: Material, seed: int = 0) -> Tensor:
@@ -104,7 +107,7 @@ def unread(body: RuntimeCase, parts: Mapping[str, Part], subject: Subject) -> st
         if _matters(part, changed := negated(part.material, index, name), subject) and same_bits(output(changed), first)
     ]
     none = f"{', '.join(dict.fromkeys(ignored))} without effect" if ignored else ""
-    return ", ".join(filter(None, ("" if same_bits(first, other) else RANDOM, none)))
+    return ", ".join(filter(None, (none, "" if same_bits(first, other) else RANDOM)))
 
 
 def negated(material: Material, index: int, name: str) -> Material:

@@ -36,9 +36,9 @@ What shipped implementations do with the cases of the runtime suite: y = (W + Δ
 float64. A cell says how many cases were right, wrong (the output differs by more than rounding explains),
 failed (raised or crashed) and left out (no parameters or loader for that form). Wrong results are diagnosed:
 every known fault of the reference, singly and in pairs, is run on the same case, and the one that gives the
-peer's numbers is named. Each finding has a [script](reproductions.md) that needs the peer alone, run in a clean
-interpreter: what it does not confirm is no finding. Written by `fulldiff peers` from the lines of
-`fulldiff conform --subject PEER`.
+peer's numbers is named; where none does, the factors that change nothing in the output (unread). Each finding has
+a [script](reproductions.md) that needs the peer alone, run in a clean interpreter: what it does not confirm is no
+finding. Written by `fulldiff peers` from the lines of `fulldiff conform --subject PEER`.
 
 Versions: {versions}.
 
@@ -142,10 +142,10 @@ def explained(
     unknown: dict[str, list[Result]] = defaultdict(list)
     for result, _ in left:
         unknown[failure(result)].append(result)
+    described: dict[str, list[Result]] = defaultdict(list)
     for own in unknown.values():
-        smallest = min(own, key=readability)
-        made.append(Finding(peer, str(closer(smallest)), tuple(own)))
-    return made
+        described[str(closer(min(own, key=readability)))] += own
+    return made + [Finding(peer, cause, tuple(own)) for cause, own in described.items()]
 
 
 def confirmed(found: Sequence[Finding], worker: Worker, progress: Callable[[], None]) -> list[Finding]:
@@ -166,7 +166,7 @@ def confirmed(found: Sequence[Finding], worker: Worker, progress: Callable[[], N
 def slug(cause: str) -> str:
     """A name that stays the same from run to run: the first fault's name, or where it raised."""
     if not cause.startswith(("equals: ", "raised at ", "crashed at ")):
-        return "unknown"
+        return "unread" if cause.startswith("unread: ") else "unknown"
     first = cause.removeprefix("equals: ").split(" or ")[0].split(": ")[0]
     return re.sub("[^a-z0-9]+", "-", first.lower()).strip("-")
 

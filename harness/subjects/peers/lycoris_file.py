@@ -47,7 +47,8 @@ class LycorisFile(Subject):
     def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
         for adapter in adapters:
             self.check(module, adapter)
-        networks = [self.network(module, adapter) for adapter in adapters]
+        weight: Any = module.weight  # a full module takes it off the layer
+        networks = [self.network(module, weight, adapter) for adapter in adapters]
 
         def detach() -> None:
             for network in reversed(networks):
@@ -69,18 +70,17 @@ class LycorisFile(Subject):
                 raise Unsupported("LyCORIS's factorisation of this layer gives no such w1 and w2")
             check_forms(adapter, *sizes)
 
-    def network(self, module: Any, adapter: Adapter) -> Any:
+    def network(self, module: nn.Module, weight: Tensor, adapter: Adapter) -> Any:
         """LyCORIS's network of one adapter, applied."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / FILE
-            write_file(path, module.weight, adapter)
+            write_file(path, weight, adapter)
             if self.save:
-                self.loaded(copied(module), path, adapter.strength).save_weights(str(path), None, {})
-            return self.loaded(module, path, adapter.strength)
+                self.loaded(copied(module), weight, path, adapter.strength).save_weights(str(path), None, {})
+            return self.loaded(module, weight, path, adapter.strength)
 
-    def loaded(self, module: nn.Module, path: Path, strength: float) -> Any:
-        """The network of a file, applied to the layer, in its dtype."""
-        weight: Any = module.weight
+    def loaded(self, module: nn.Module, weight: Tensor, path: Path, strength: float) -> Any:
+        """The network of a file, applied to the layer, in its weight's dtype."""
         model = model_of(name_for(weight), module)
         network, _ = self.lycoris.create_lycoris_from_weights(strength, str(path), model)
         network.apply_to()
