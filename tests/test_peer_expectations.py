@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,12 @@ def test_an_entry_names_version_case_and_reproduction(peer: str, entry: Expectat
     assert re.fullmatch(rf"reports/reproductions\.md#{peer}-[a-z0-9-]+", entry.link)
     case = pinned()[entry.pinned]
     assert entry.matches(Result(case_id(case), peer, "cpu", case, Judgement("wrong"), entry.pinned))
+
+
+def test_every_link_leads_to_a_reproduction() -> None:
+    page = (Path(__file__).parent.parent / "reports" / "reproductions.md").read_text(encoding="utf-8")
+    sections = {f"reports/reproductions.md#{name}" for name in re.findall("^## (.+)$", page, re.MULTILINE)}
+    assert {entry.link for _, entry in ENTRIES} <= sections
 
 
 @pytest.mark.parametrize(("peer", "entry"), ENTRIES)
