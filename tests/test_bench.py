@@ -128,10 +128,19 @@ def test_a_step_that_needs_more_memory_than_is_free_is_not_begun(monkeypatch: py
     workload = bench_plan.step((1024, 1024), "bf16", 1, bench_plan.ALL_LAYERS)
     assert isinstance(workload.case.body, StepCase)
     assert bench_plan.needed_bytes(workload.case.body) > 10 * 2**30
+    monkeypatch.setattr(bench, "RELEASE", 0.0)
     monkeypatch.setattr(bench, "available_bytes", lambda: 2**30)
     cell = bench._measure(None, workload, bench.Options())  # type: ignore[arg-type]
     assert cell.check["step"].outcome == "out of memory"
     assert "1.0 GiB are free" in cell.check["step"].message
+
+
+def test_memory_that_comes_back_in_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([2**30, 2**30, 2**40])
+    monkeypatch.setattr(bench, "available_bytes", lambda: next(free))
+    body = bench_plan.step((1024, 1024), "bf16", 1, bench_plan.ALL_LAYERS).case.body
+    assert isinstance(body, StepCase)
+    assert bench._too_large(body) == ""
 
 
 def _cells() -> list[Cell]:

@@ -36,6 +36,8 @@ CHECK_TOKENS, CHECK_CHANNELS = 4, 16
 NARROWED = 4
 # Every cell is measured in so many launches (processes), as far as the budget goes.
 LAUNCHES = 3
+# Seconds within which an ended process's memory is free again.
+RELEASE = 10.0
 NO_CHECK = Judgement("unsupported", message="nothing to check")
 
 
@@ -177,8 +179,13 @@ def measured(worker: Worker, workload: Workload, seconds: float, backend: str = 
 
 
 def _too_large(body: StepCase) -> str:
-    """Why a step is not begun: less memory is free than it needs; empty where that is not known or fits."""
-    needed, free = bench_plan.needed_bytes(body), available_bytes()
+    """Why a step is not begun: less memory is free than it needs; empty where that is not known or fits.
+
+    What the cell before it held may take a while to come back.
+    """
+    needed, end = bench_plan.needed_bytes(body), time.monotonic() + RELEASE
+    while (free := available_bytes()) is not None and needed >= free and time.monotonic() < end:
+        time.sleep(0.1)
     if free is None or needed < free:
         return ""
     return f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; close programs or use more memory"
