@@ -122,10 +122,10 @@ class Judge(msgspec.Struct, frozen=True, omit_defaults=True, tag="judge"):
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
-    """Measure a bench case: at least ``seconds`` of samples."""
+    """Measure a bench case: at least ``seconds`` of samples; None: the bytes alone."""
 
     case: Case
-    seconds: float
+    seconds: float | None
     limit: float = 600.0
 
 

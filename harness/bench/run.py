@@ -153,10 +153,10 @@ def _measure(worker: Worker, workload: Workload, options: Options) -> Cell:
     if isinstance(body, StepCase) and (short := _too_large(body)):
         refused = {"step": Judgement("out of memory", message=short)}
         return Cell(case_id(workload.case), options.backend, workload.labels, {}, {}, refused)
-    return measured(worker, workload, 0.0 if options.memory_only else options.seconds, options.backend)
+    return measured(worker, workload, None if options.memory_only else options.seconds, options.backend)
 
 
-def measured(worker: Worker, workload: Workload, seconds: float, backend: str = "cpu") -> Cell:
+def measured(worker: Worker, workload: Workload, seconds: float | None, backend: str = "cpu") -> Cell:
     """One launch of a workload; where the worker could not measure it, its judgement alone."""
     name = case_id(workload.case)
     # A whole step of the real size takes minutes for all ways and blocks.

@@ -32,7 +32,7 @@ STRENGTH = 0.1
 AGREEMENT = {"f32": 4e-5, "bf16": 0.2, "f16": 0.03}
 
 
-def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
+def run(case: Case, seconds: float | None, backend: Backend) -> dict[str, Any]:
     """Samples, bytes and a check of each way; one model serves all, adapters attached and taken off."""
     body = case.body
     assert isinstance(body, StepCase)

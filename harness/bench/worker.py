@@ -41,7 +41,7 @@ class Calls(NamedTuple):
     steady: Memory
 
 
-def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
+def run(case: Case, seconds: float | None, backend: Backend) -> dict[str, Any]:
     """Samples (seconds of one call), bytes and the check of each way of one workload."""
     with torch.no_grad():
         if isinstance(case.body, StepCase):
@@ -54,7 +54,7 @@ def run(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
         return _layer(case.body, case.seed, seconds, backend)
 
 
-def _step(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
+def _step(case: Case, seconds: float | None, backend: Backend) -> dict[str, Any]:
     try:
         from fulldiff.harness.bench import unet
     except ModuleNotFoundError as missing:
@@ -63,7 +63,7 @@ def _step(case: Case, seconds: float, backend: Backend) -> dict[str, Any]:
     return unet.run(case, seconds, backend)
 
 
-def _layer(body: BenchCase, seed: int, seconds: float, backend: Backend) -> dict[str, Any]:
+def _layer(body: BenchCase, seed: int, seconds: float | None, backend: Backend) -> dict[str, Any]:
     runtime = body.runtime
     material = on(backend.device, realise(Case(runtime, seed), runtime))
     modules = {way: module_for(runtime.layer, material.weight, material.bias) for way in body.ways}
@@ -78,13 +78,13 @@ def _layer(body: BenchCase, seed: int, seconds: float, backend: Backend) -> dict
 def measured(
     calls: Mapping[str, Call],
     begun: Mapping[str, Calls],
-    seconds: float,
+    seconds: float | None,
     backend: Backend,
     prepare: Callable[[str], None] = lambda way: None,
 ) -> dict[str, Any]:
     """Each way's first call, the bytes of a steady one and what stays beyond the bare layer, and samples of its time.
 
-    ``prepare`` is told which way comes next; what it does is not measured. No ``seconds``: the bytes alone.
+    ``prepare`` is told which way comes next; what it does is not measured. ``seconds`` None: the bytes alone.
     """
     steady = {way: each.steady for way, each in begun.items()}
     found = {
@@ -92,15 +92,13 @@ def measured(
         "held_bytes": {way: each.first.kept for way, each in begun.items()},
         "reserved_bytes": {way: each.reserved for way, each in steady.items() if each.reserved is not None},
     }
-    return (
-        found
-        if not seconds
-        else found
-        | {
-            "first_seconds": {way: [each.seconds] for way, each in begun.items()},
-            "seconds": sampled(calls, seconds, backend, prepare, {way: each.seconds for way, each in begun.items()}),
-        }
-    )
+    if seconds is None:
+        return found
+    first = {way: each.seconds for way, each in begun.items()}
+    return found | {
+        "first_seconds": {way: [once] for way, once in first.items()},
+        "seconds": sampled(calls, seconds, backend, prepare, first),
+    }
 
 
 def sampled(

@@ -52,22 +52,22 @@ def _forms(kind: str, pieces: Sequence[Piece[Any]]) -> dict[str, Any]:
         return {"use_dora": "dora_scale" in pieces[0].tensors}
     made: dict[str, Any] = {"use_effective_conv2d": any(CORES & piece.tensors.keys() for piece in pieces)}
     if kind == "lokr":
+        factor = decompose_factor([sizes(piece) for piece in pieces])
+        if factor is None:
+            name = pieces[0].rows[0].name
+            raise UnspellableError(
+                f"{name}: no decompose_factor gives w1 and w2 of all layers their sizes; write lycoris"
+            )
         both = any("lokr_w1_a" in piece.tensors for piece in pieces)
-        made |= {"decompose_factor": decompose_factor([sizes(piece) for piece in pieces]), "decompose_both": both}
+        made |= {"decompose_factor": factor, "decompose_both": both}
     for piece in pieces:
-        _check(piece, **made)
+        _check(piece, made["use_effective_conv2d"], made.get("decompose_both", False))
     return made
 
 
-def _check(
-    piece: Piece[Any], use_effective_conv2d: bool, decompose_factor: int | None = -1, decompose_both: bool = False
-) -> None:
+def _check(piece: Piece[Any], use_effective_conv2d: bool, decompose_both: bool) -> None:
     """Raises UnspellableError where PEFT would make other factors of the layer."""
     row, rank = piece.rows[0], piece.rank or 1
-    if decompose_factor is None:
-        raise UnspellableError(
-            f"{row.name}: no decompose_factor gives w1 and w2 of all layers their sizes; write lycoris"
-        )
     wide = math.prod(row.kernel) > 1
     whole = False
     if piece.kind == "lokr":
