@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 from msgspec import structs
 
-from fulldiff.cases.model import CaseError, case_id
+from fulldiff.cases.model import CaseError
 from fulldiff.harness.bench import report as bench_report
 from fulldiff.harness.bench.run import SUBJECT, Options, planned
 from fulldiff.harness.conform import Expectation, describe, excused, expectations, stale, unmatched
@@ -137,7 +137,7 @@ def _write_bench(
     backend: str, cells: dict[str, Cell], runs: Sequence[Run], files: Sequence[Sequence[Line]], out: Path, found: Found
 ) -> None:
     """One backend's report, its cells in the order of the plan, whichever file they are in."""
-    plan, full = ({case_id(w.case): w for w in planned(Options(backend, full=f), None)} for f in (False, True))
+    plan, full = (planned(Options(backend, full=f), None) for f in (False, True))
     # A cell that only `bench --full` plans: the whole of that was meant.
     if (full.keys() - plan.keys()) & cells.keys():
         plan = full

@@ -2,19 +2,22 @@
 
 Reads one `Request` a line from stdin and answers on a private copy of stdout; whatever a subject prints
 goes to stderr. With ``--fork`` (POSIX) every request runs in a child of this preloaded process, so that
-a crash costs milliseconds; no parallel torch operation ever runs in the parent.
+a crash costs milliseconds; no parallel torch operation ever runs in the parent. Where the manager is gone
+(POSIX), the worker and what it runs end within a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import os
 import platform
 import signal
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -70,18 +73,23 @@ _subjects: dict[tuple[str, str], Any] = {}
 def main() -> None:
     """Serve requests until stdin ends."""
     global _backend
-    options = _options()
+    options, manager = _options(), os.getppid()
     _backend = import_module(f"fulldiff.harness.backends.{options.backend}")
     where.device = _backend.device
     torch.set_num_threads(options.threads)
     channel = _private_stdout()
     missing = _backend.missing() or ""
     device = "" if missing else _backend.describe()
+    if not options.fork:
+        # A process that forks has no other threads: its wait for the child looks itself.
+        threading.Thread(target=_end_with, args=(manager,), daemon=True).start()
+    # The libraries' objects stay: a collection has only what a case made to look through.
+    gc.freeze()
     _send(channel, Hello(PROTOCOL, _versions(), device, options.threads, missing))
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=Request)
         if options.fork:
-            _in_child(channel, request)
+            _in_child(channel, request, manager)
         else:
             _send(channel, answer(channel, request))
 
@@ -151,28 +159,41 @@ def _where(error: Exception) -> str:
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
-def _in_child(channel: BinaryIO, request: Request) -> None:
+def _in_child(channel: BinaryIO, request: Request, manager: int) -> None:
     child = os.fork()
     if child == 0:
         _send(channel, answer(channel, request))
         os._exit(0)
-    status = _wait(child, request.limit)
+    status = _wait(child, request.limit, manager)
     if status is None:
         _send(channel, Answer(Judgement("timed out", message=f"no answer within {request.limit:g} s")))
     elif status != 0:
         _send(channel, Answer(Judgement("crashed", message=describe_exit(os.waitstatus_to_exitcode(status)))))
 
 
-def _wait(child: int, limit: float) -> int | None:
+def _wait(child: int, limit: float, manager: int) -> int | None:
     end = time.monotonic() + limit
     while time.monotonic() < end:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return status
+        _end_without(manager)
         time.sleep(0.0005)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
+
+
+def _end_with(manager: int) -> None:
+    while True:
+        _end_without(manager)
+        time.sleep(1.0)
+
+
+def _end_without(manager: int) -> None:
+    """End this process and its children if the manager is gone: nobody waits for the answer. Windows gives no sign."""
+    if os.getppid() != manager:
+        os.killpg(0, signal.SIGKILL)
 
 
 def _subject(suite: str, name: str) -> Any:

@@ -62,12 +62,14 @@ class Setting:
     weight: Any = None
     bias: Any = None
 
+    def input(self) -> Tensor:
+        return reading(self.layer) if self.x is None else f64(self.x)
+
     def run(self, truth: Truth) -> Tensor:
-        x = reading(self.layer) if self.x is None else f64(self.x)
         weight = torch.zeros(self.layer.weight_shape, dtype=torch.float64)
         weight = weight if self.weight is None else f64(self.weight)
         bias = None if self.bias is None else f64(self.bias)
-        return truth.forward(self.layer, weight, bias, self.adapters, x)
+        return truth.forward(self.layer, weight, bias, self.adapters, self.input())
 
 
 class Pair(NamedTuple):

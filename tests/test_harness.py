@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -126,6 +127,47 @@ def test_killing_the_manager_loses_and_doubles_nothing(tmp_path: Path) -> None:
 
 def _ids(path: Path) -> list[str]:
     return sorted(line.id for line in read(path) if isinstance(line, Result))
+
+
+HUNG = """
+import sys
+from fulldiff.cases.catalogue import CATALOGUE
+from fulldiff.harness.manager import Worker
+worker = Worker(forked=sys.argv[1] == "fork")
+worker.start()
+print(worker._process.pid, flush=True)
+worker.judge(CATALOGUE["d1-low-rank"], "bad_subjects:Hangs")
+"""
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="Linux lists its processes in files")
+@pytest.mark.parametrize("mode", ["whole", "fork"])
+def test_a_killed_manager_leaves_no_worker_behind(mode: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", HUNG, mode], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        group = process.stdout.readline().strip()
+        end = time.monotonic() + 60
+        # The subject hangs by then, or is about to.
+        while len(_alive(group)) < (2 if mode == "fork" else 1) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert _alive(group)
+        time.sleep(0.5)
+        process.kill()
+    end = time.monotonic() + 20
+    while _alive(group) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _alive(group)
+
+
+def _alive(group: str) -> list[str]:
+    """The processes of a process group; one that ended and was not waited for is none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, own = path.read_text().rpartition(")")[2].split()[:3]
+            if own == group and state != "Z":
+                found.append(path.parent.name)
+    return found
 
 
 # Every module of the manager's side; the others are only imported by a worker.

@@ -120,7 +120,7 @@ def _measured(path: Path, plan: Iterator[Workload]) -> Path:
 
 
 def test_two_halves_of_a_bench_give_the_report_of_one_run(tmp_path: Path) -> None:
-    plan = list(bench.planned(bench.Options(), None))
+    plan = list(bench.planned(bench.Options(), None).values())
     whole = _measured(tmp_path / "whole.jsonl", iter(plan))
     halves = [_measured(tmp_path / f"{i}.jsonl", iter(plan[i::2])) for i in (1, 0)]
     for folder, files in (("one", [whole]), ("two", halves)):
@@ -132,7 +132,7 @@ def test_two_halves_of_a_bench_give_the_report_of_one_run(tmp_path: Path) -> Non
 
 
 def test_what_is_missing_is_judged_by_the_full_plan_only_where_a_cell_is_of_it(tmp_path: Path) -> None:
-    quick, full = ([*bench.planned(bench.Options(full=full), None)] for full in (False, True))
+    quick, full = ([*bench.planned(bench.Options(full=full), None).values()] for full in (False, True))
     own = {case_id(w.case) for w in quick}
     extra = next(w for w in full if case_id(w.case) not in own and w.labels["workload"] == "layer")
     path = _measured(tmp_path / "some.jsonl", iter([*quick, extra]))

@@ -17,32 +17,31 @@ COLOURS = {
 
 
 def plot(table: pd.DataFrame, path: Path) -> None:
-    """Left: each layer cell; middle: a step's layers together; right: a whole step."""
+    """Each layer cell, a step's layers together, a whole step: side by side, what was measured of them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     shown = table[~table.way.isin([NO_ADAPTER, AGAIN])]
-    figure, axes = plt.subplots(1, 3, figsize=(17, 5), layout="constrained")
-    layers = table[table.workload == "layer"]
-    scatter(axes[0], shown[shown.workload == "layer"], "single layers")
-    sums = steps_of_layers(layers)
-    if len(sums):
-        bars(axes[1], sums)
-    steps = shown[shown.workload == "step"]
-    if len(steps):
-        pareto(axes[2], steps)
+    layers, steps = (shown[shown.workload == workload] for workload in ("layer", "step"))
+    sums = steps_of_layers(table[table.workload == "layer"])
+    drawn = [(draw, of) for draw, of in ((scatter, layers), (bars, sums), (pareto, steps)) if len(of)]
+    if not drawn:
+        return
+    figure, axes = plt.subplots(1, len(drawn), figsize=(17 / 3 * len(drawn), 5), layout="constrained", squeeze=False)
+    for axis, (draw, of) in zip(axes[0], drawn, strict=True):
+        draw(axis, of)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def scatter(axis: Any, cells: pd.DataFrame, title: str) -> None:
+def scatter(axis: Any, cells: pd.DataFrame) -> None:
     """Time ratio against memory, one point per cell."""
     for way, group in cells.groupby("way"):
         axis.scatter(beyond(group), group.ratio, s=14, alpha=0.6, color=COLOURS[way], label=way)
     axis.set_yscale("log")
-    decorate(axis, title, "memory beyond the bare layer, buffer and held, MiB")
+    decorate(axis, "single layers", "memory beyond the bare layer, buffer and held, MiB")
 
 
 def beyond(cells: pd.DataFrame) -> pd.Series[float]:

@@ -80,7 +80,7 @@ def bench(options: Options, console: Console) -> bool:
     conform.show(outcome, SUBJECT, console)
     layers = check_layers(runs, console, options.shard)
     real = check_file(file, runs, console) if file else []
-    plan = [workload for at, workload in enumerate(planned(options, file)) if within(options.shard, at)]
+    plan = [workload for at, workload in enumerate(planned(options, file).values()) if within(options.shard, at)]
     cells, environment, missing = measure(plan, options, console)
     sections = bench_report.Sections(outcome.counts, layers, real, file, cells, environment, missing)
     bench_report.write(sections, options.out, options.name)
@@ -91,8 +91,13 @@ def bench(options: Options, console: Console) -> bool:
     return outcome.ok and right
 
 
-def planned(options: Options, file: match.Match | None) -> Iterable[Workload]:
-    """All workloads, the most telling first."""
+def planned(options: Options, file: match.Match | None) -> dict[str, Workload]:
+    """All workloads by their cases' ids, in the order of measuring."""
+    return {case_id(workload.case): workload for workload in _listed(options, file)}
+
+
+def _listed(options: Options, file: match.Match | None) -> Iterable[Workload]:
+    """The most telling first, a few of each kind, so that a short budget shows all kinds; some come again."""
     if options.memory_only:
         sizes = bench_plan.SIZES if options.full else ()
         yield bench_plan.step((256, 256), "f32", NARROWED, options.lokr)
@@ -100,6 +105,7 @@ def planned(options: Options, file: match.Match | None) -> Iterable[Workload]:
         return
     if file:
         yield from bench_plan.file_layers(file)
+    yield from bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], 1, options.lokr.factor)
     yield bench_plan.step((256, 256), "f32", NARROWED, options.lokr)
     yield from bench_plan.merges()
     if options.full:

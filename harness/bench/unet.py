@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -75,7 +74,6 @@ class Stepper:
         """Attach, and the first two steps."""
         self.attach(NO_ADAPTER)
         self.output = None
-        gc.collect()
         return begin(lambda: self.attach(way), self.step, backend)
 
     def step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -153,6 +154,8 @@ def _begun(body: RuntimeCase, material: Material, own: Subject | None, module: n
 
 def begin(attach: Call, call: Call, backend: Backend) -> Calls:
     """Attach, and call twice: the bytes that stay after the first are what the way holds."""
+    # What an earlier way left in cycles would be freed in the middle of this one.
+    gc.collect()
     times: list[float] = []
 
     def attach_and_call() -> None:

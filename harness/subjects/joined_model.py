@@ -29,7 +29,7 @@ from fulldiff.harness.files.joined import Parts, parts_of
 from fulldiff.harness.files.joining import JoinedLayer, Plan, family_of, plan
 from fulldiff.harness.files.writers import module_name
 from fulldiff.harness.subjects.base import Detach
-from fulldiff.harness.subjects.ljl import Branch
+from fulldiff.harness.subjects.ljl import Branch, Shared
 
 MARK = "_joined_adapter"
 
@@ -60,7 +60,7 @@ class Attached:
         self.ranks = {layer.name: own for layer, own in zip(made.layers, _ranks(made, parts, path, model), strict=True)}
         self.scale, self.numbers = 1.0, torch.ones(len(self.files), dtype=torch.float64)
         self.whole, self.uneven = _whole_ranks(self.ranks, len(self.files))
-        self.banks = _banks(modules, self.ranks, self.whole)
+        self.banks, self.shared = _banks(modules, self.ranks, self.whole), Shared()
         self._undo: list[tuple[nn.Module, Detach]] = []
         try:
             _attach_all(self, made, modules)
@@ -216,7 +216,7 @@ def _attach_all(attached: Attached, made: Plan, modules: Mapping[str, nn.Module]
         starts[key] = begin + rank
         t = stitching.joined_factors(made, layer)
         t = {name: tensor.to(weight.device, weight.dtype) for name, tensor in t.items()}
-        branch = Branch(module, t, attached.banks[key].values[begin : begin + rank])
+        branch = Branch(module, t, attached.shared, attached.banks[key].values[begin : begin + rank])
         attached._undo.append((module, branch.attach()))
         module.__dict__[MARK] = attached
 
