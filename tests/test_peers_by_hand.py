@@ -1,0 +1,168 @@
+"""One case by hand for each kind of fault that reports/peers.md accuses a peer of, computed by the peer itself.
+
+All numbers are small integers worked out on paper; the peer's output must be the wrong ones, to the bit. A test that
+fails says that the peer is right now: then the finding goes. PEFT 0.21.2, LyCORIS 4.1.3, diffusers 0.42.1.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from fault_pairs import EYE, Setting, conv, linear, lokr, lora, other
+from torch import Tensor
+
+from fulldiff.harness.realise import module_for
+from fulldiff.harness.subjects.base import Adapter
+from fulldiff.harness.subjects.names import PEERS
+from fulldiff.harness.subjects.registry import SubjectError, subject
+from fulldiff.reference.faults import FAULTS
+from fulldiff.reference.truth import Truth
+
+REPORT = (Path(__file__).parents[1] / "reports" / "peers.md").read_text(encoding="utf-8")
+PEFT = "peft peft-merged peft-file peft-unloaded"
+CIRCULAR = conv(1, 1, 3, padding=1, padding_mode="circular")
+FOUR = [[[1, 2, 3, 4]]]
+DECOMPOSED = other("lora", 2.0, up=[[2], [3]], down=[[1, 1]], alpha=1, dora_scale=[[5], [10]])
+
+
+class Hand(NamedTuple):
+    """A setting, the peers (separated by spaces) that are wrong on it, and both outputs, flattened."""
+
+    peers: str
+    setting: Setting
+    right: list[float]
+    wrong: list[float]
+
+
+# One input 3 long, kernel (1, 1) spread over 2: 1 + 4; next to each other: 1 + 2 and 2 + 4.
+UNDILATED = Hand(
+    "peft peft-file lycoris-bypass diffusers",
+    Setting(conv(1, 1, 2, dilation=2), (lora(up=[[[1]]], down=[[[1, 1]]], alpha=1),), x=[[[1, 2, 4]]]),
+    [5], [3, 6],
+)  # fmt: skip
+
+HANDS = {
+    # w1 ⊗ w2 has the kernels (1, 2), (3, 4), (2, 4), (6, 8), and x picks 1, 4, 2 · 2 and 3 · 8 of them: 33. Without
+    # the kernel's axis on w1 they are (1, 2), (2, 4), (3, 4), (6, 8): 1 + 4 + 2 · 3 + 3 · 8.
+    "kron-not-unsqueezed": Hand(
+        PEFT,
+        Setting(
+            conv(1, 4, 2), (lokr(w1=[[1, 2]], w2=[[[1, 2], [3, 4]]]),), x=[[[1, 0], [0, 1], [2, 0], [0, 3]]]
+        ),
+        [33], [35],
+    ),
+    # The neighbours of 1 and 4 are each other, in a ring; with zeros 1 + 2 and 3 + 4 are left.
+    "delta-padding-mode-zeros": Hand(
+        "peft peft-file lycoris lycoris-bypass",
+        Setting(CIRCULAR, (lokr(w1=[[1]], w2=[[[1, 1, 1]]]),), x=FOUR),
+        [7, 6, 9, 8], [3, 6, 9, 7],
+    ),
+    # 2 (x + 3) at x = 0 and 1, on a layer without a bias.
+    "bias-delta-needs-bias": Hand(
+        "lycoris-file", linear(1, 1, other("diff", 2.0, diff=[[1]], diff_b=[3]), x=[[0], [1]]), [6, 8], [0, 2]
+    ),
+    "lora-dilation-ignored": UNDILATED,
+    "delta-dilation-ignored": UNDILATED,
+    # Channel 1 of group 1 is 1, channel 2 is 10: the rows (1, 2) and (5, 10) of w1's first row times w2 give 21 and
+    # 105; of group 2 (100, 1000): (3, 4), (15, 20) give 4300 and 21500. The bypass splits w2's rows between the
+    # groups: 1 + 2 · 100, 5 (10 + 2 · 1000), 3 + 4 · 100, 5 (3 · 10 + 4 · 1000).
+    "kron-groups-in-w2": Hand(
+        "lycoris-bypass",
+        Setting(
+            conv(4, 4, 1, groups=2),
+            (lokr(w1=[[1, 2], [3, 4]], w2=[[[1]], [[5]]]),),
+            x=[[[1], [10], [100], [1000]]],
+        ),
+        [21, 105, 4300, 21500], [201, 10050, 403, 20150],
+    ),
+    # alpha / rank = 4 / 2: twice ((1, 2, 3), (4, 5, 6)), read column by column; merged four times.
+    "scale-twice-but-lora": Hand(
+        "lycoris-merge",
+        linear(2, 3, lokr(w1=[[1]], w2_a=EYE, w2_b=[[1, 2, 3], [4, 5, 6]], alpha=4)),
+        [2, 8, 4, 10, 6, 12], [4, 16, 8, 20, 12, 24],
+    ),
+    # w2 = aᵀ · core · b with b and the core identities: aᵀ = ((1, 3), (2, 4)), read with powers of ten; a itself.
+    "tucker-a-not-transposed": Hand(
+        "lycoris-functional",
+        Setting(
+            conv(2, 2, 1), (lokr(w1=[[1]], t2=[[[1], [0]], [[0], [1]]], w2_a=[[1, 2], [3, 4]], w2_b=EYE),)
+        ),
+        [31, 42], [21, 43],
+    ),
+    # As above with base (1, 0, 0): left neighbours 4, 1, 2, 3 more. With zeros for both, the first has none.
+    "padding-mode-zeros": Hand(
+        "lycoris-file",
+        Setting(CIRCULAR, (other("diff", diff=[[[1, 1, 1]]]),), x=FOUR, weight=[[[1, 0, 0]]]),
+        [11, 7, 11, 11], [3, 7, 11, 10],
+    ),
+    # (1, 2) + (3, 4); the full module that comes last stands alone.
+    "last-adapter-only": Hand(
+        "lycoris-file",
+        linear(1, 2, lora(up=[[1]], down=[[1, 2]], alpha=1), other("diff", diff=[[3, 4]])),
+        [4, 6], [3, 4],
+    ),
+    # V = ((3, 4), (4, 3)) of norm 5, magnitudes 5 and 10: W' = ((3, 4), (8, 6)). At strength 2 W + 2 (W' − W) =
+    # ((5, 6), (15, 12)), read by columns; with the strength on the magnitude alone V times 1 + 2 (m / ‖V‖ − 1), which
+    # is 1 and 3: ((3, 4), (12, 9)).
+    "dora-strength-on-magnitude": Hand(
+        "lycoris-file", linear(2, 2, DECOMPOSED, weight=[[1, 2], [1, 0]]), [5, 15, 6, 12], [3, 12, 4, 9]
+    ),
+    # V as above is not scaled to 5 and 10 at all.
+    "dora-magnitude-ignored": Hand(
+        "diffusers",
+        linear(2, 2, other("lora", up=[[2], [3]], down=[[1, 1]], alpha=1, dora_scale=[5, 10]), weight=[[1, 2], [1, 0]]),
+        [3, 8, 4, 6], [3, 4, 4, 3],
+    ),
+    # ((1, 1), (2, 2)) + ((1, 2), (3, 4)), by columns; the LoKr, loaded second, is not there.
+    "first-kind-only": Hand(
+        "diffusers",
+        linear(2, 2, lora(up=[[1], [2]], down=[[1, 1]]), lokr(w1_a=[[1]], w1_b=[[1]], w2=[[1, 2], [3, 4]])),
+        [2, 5, 3, 6], [1, 2, 1, 2],
+    ),
+}  # fmt: skip
+
+
+def through(peer: str, setting: Setting) -> Tensor:
+    """The layer's output with the setting's adapters on it, by the peer."""
+    weight = torch.zeros(setting.layer.weight_shape) if setting.weight is None else torch.tensor(setting.weight).float()
+    module = module_for(setting.layer, weight, None)
+    adapters = [
+        Adapter(own.kind, {name: tensor.float() for name, tensor in own.tensors.items()}, own.strength)
+        for own in setting.adapters
+    ]
+    try:
+        subject(peer).attach(module, adapters)
+    except SubjectError as absent:
+        pytest.skip(str(absent))
+    with torch.no_grad():
+        return module(setting.input().float())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fault", HANDS)
+def test_the_reference_and_its_fault_give_the_numbers_on_paper(fault: str) -> None:
+    _, setting, right, wrong = HANDS[fault]
+    assert setting.run(Truth()).flatten().tolist() == right
+    assert setting.run(FAULTS[fault]).flatten().tolist() == wrong
+
+
+@pytest.mark.parametrize(
+    ("peer", "fault"), [(peer, fault) for fault, hand in HANDS.items() for peer in hand.peers.split()]
+)
+def test_a_peer_gives_the_wrong_numbers_on_paper(peer: str, fault: str) -> None:
+    assert through(peer, HANDS[fault].setting).flatten().tolist() == HANDS[fault].wrong
+
+
+def accused(peer: str) -> set[str]:
+    """The faults that the report says a peer equals, one of each finding's at least."""
+    section = REPORT.partition(f"\n### {peer}\n")[2].partition("\n### ")[0]
+    return {name for name, _ in re.findall(r"^\| equals: ([a-z0-9-]+)( or [^|]*)? *\|", section, re.MULTILINE)}
+
+
+def test_no_peer_is_accused_of_a_kind_without_numbers_on_paper() -> None:
+    named = {fault for peer in PEERS for fault in accused(peer)}
+    assert len(named) >= 10
+    assert named <= HANDS.keys()
