@@ -34,7 +34,7 @@ NOT_WAYS = (NO_ADAPTER, AGAIN)
 
 @dataclass(frozen=True)
 class Sections:
-    """Everything that the report shows. ``missing``: planned, but not measured within the budget."""
+    """Everything that the report shows. ``missing``: planned, but not measured."""
 
     conform: Counter[str]
     layers: list[Result]
@@ -56,7 +56,7 @@ def write(sections: Sections, out: Path, backend: str) -> None:
 
 def markdown(sections: Sections, table: pd.DataFrame, backend: str) -> str:
     """The report's text."""
-    layers = table[table.workload == "layer"]
+    layers, timed = table[table.workload == "layer"], table.seconds.notna().any()
     parts = [
         f"# What an adapter costs: {backend}\n",
         environment(sections.environment),
@@ -71,7 +71,7 @@ def markdown(sections: Sections, table: pd.DataFrame, backend: str) -> str:
         *(layer_sections(layers, backend) if len(layers) else ["No single layer was measured.\n"]),
         *file_section(table),
         *merge_section(sections.cells),
-        "\nEvery cell with its 95 % interval is in the CSV file beside this report.\n",
+        f"\nEvery cell{' with its 95 % interval' * bool(timed)} is in the CSV file beside this report.\n",
     ]
     return "\n".join(parts)
 
@@ -129,7 +129,10 @@ def missing(sections: Sections) -> list[str]:
     failed = [cell for cell in sections.cells if not cell.peak_bytes and not cell.facts]
     lines = [f"Not measured: {c.labels} — {next(iter(c.check.values())).message}\n" for c in failed]
     if sections.missing:
-        lines.append(f"Not measured within the budget: {len(sections.missing)} cells; run again with a larger one.\n")
+        lines.append(
+            f"Not measured before the budget or the run ended: {len(sections.missing)} cells; run again with "
+            "--budget MINUTES.\n"
+        )
     return lines
 
 

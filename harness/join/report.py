@@ -137,7 +137,8 @@ def targets(table: pd.DataFrame) -> list[str]:
     if at.peft.notna().any():
         lines.append(
             f"PEFT's eight active adapters over joined at 1024 tokens: median {at.peft.median():.2f}, "
-            f"{at.peft.min():.2f} at the least; asked: {PEFT_FASTER}."
+            f"{at.peft.min():.2f} at the least; asked: {PEFT_FASTER}. Over the bare layer: PEFT "
+            f"{(at.peft * at.bare).median():.2f}, joined {at.bare.median():.2f}."
         )
     lines.append(f"Outputs of the timed calls: right in {int(table.right.sum())} of {len(table)} cells.")
     return lines
