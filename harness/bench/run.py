@@ -36,6 +36,8 @@ CHECK_TOKENS, CHECK_CHANNELS = 4, 16
 NARROWED = 4
 # Every cell is measured in so many launches (processes), as far as the budget goes.
 LAUNCHES = 3
+# Seconds after which a cell hangs: all ways and blocks of a whole step of the real size take up to an hour.
+LIMIT = 4 * 3600.0
 # Seconds within which an ended process's memory is free again.
 RELEASE = 10.0
 NO_CHECK = Judgement("unsupported", message="nothing to check")
@@ -165,8 +167,7 @@ def _measure(worker: Worker, workload: Workload, options: Options) -> Cell:
 def measured(worker: Worker, workload: Workload, seconds: float | None, backend: str = "cpu") -> Cell:
     """One launch of a workload; where the worker could not measure it, its judgement alone."""
     name = case_id(workload.case)
-    # A whole step of the real size takes minutes for all ways and blocks.
-    answer = worker.ask(Measure(workload.case, seconds, limit=3600.0))
+    answer = worker.ask(Measure(workload.case, seconds, limit=LIMIT))
     if answer.bench is None:
         return Cell(name, backend, workload.labels, {}, {}, {"all": answer.judgement or NO_CHECK})
     found = answer.bench

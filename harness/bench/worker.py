@@ -23,9 +23,9 @@ from fulldiff.harness.subjects.registry import subject
 from fulldiff.harness.subjects.runtime_lokr import plain_branches
 
 CHECKED_CHANNELS = 4
-# Blocks of one launch; a call of more than `LONG` seconds gets `LONG_BLOCKS`.
+# Blocks of one launch; where a call takes more than `LONG` seconds `LONG_BLOCKS` halves of blocks.
 MIN_BLOCKS, MAX_BLOCKS = 3, 40
-LONG, LONG_BLOCKS = 1.0, 2
+LONG, LONG_BLOCKS = 1.0, 4
 # A sample is at least this long, so that the clock's own error does not count.
 MIN_SAMPLE = 0.002
 # Before anything is kept, each way runs at least this long, beside the calls that measured its memory.
@@ -124,8 +124,8 @@ def sampled(
         prepare(way)
         return backend.seconds(_repeated(calls[way], repeats[way])) / repeats[way]
 
-    least = MIN_BLOCKS if max(once.values()) < LONG else LONG_BLOCKS
-    return interleave(tuple(calls), sample, least, MAX_BLOCKS, budget)
+    long = max(once.values()) >= LONG
+    return interleave(tuple(calls), sample, LONG_BLOCKS if long else MIN_BLOCKS, MAX_BLOCKS, budget, halves=long)
 
 
 def _warm(call: Call, backend: Backend) -> float:

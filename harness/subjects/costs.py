@@ -1,8 +1,9 @@
 """What the planner knows of a machine: how long the products and passes that the ways are made of take there.
 
-Calibrated once per machine, device and dtype in about a second, and kept in a file (`kept`: delete it to
+Calibrated once per machine, device and dtype in a few seconds, and kept in a file (`kept`: delete it to
 calibrate anew): each kind of operation is timed at a few sizes, and a size between two is interpolated on
-logarithmic axes. A prediction is an overhead per operation plus FLOPs (or elements) over the rate.
+logarithmic axes. All operations are timed in turn, several times over, and the best of each counts: what else a
+machine does for a moment spoils none. A prediction is an overhead per operation plus FLOPs (or elements) over the rate.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ from torch import Tensor, nn
 
 from fulldiff.harness.subjects.contraction import Shape, Step
 
-SIZES = (8, 32, 80, 160, 640, 1280)
-CONV_SIZES = (8, 40, 160)
-AXIS1_SIZES = (2, 8, 32)
-WEIGHT_SIZES = (160, 640, 1280, 3584)
-RANKS = (4, 16, 64)
+SIZES = {
+    "product": (8,),
+    "axis1": (2, 8, 32),
+    "axis2": (8, 32, 80, 160, 640, 1280),
+    "convolution": (8, 40, 160),
+    "addcmul": (160, 640, 1280, 3584),
+    "addmm": (4, 16, 64),
+}
+OPERATIONS = tuple((kind, size) for kind, sizes in SIZES.items() for size in sizes)
 TOKENS = 1024
-# Each timing: the best of so many, at least so long in all (seconds).
-ROUNDS, SECONDS = 3, 0.004
+# Each timing: the best of so many rounds, each at least so long (seconds).
+ROUNDS, SECONDS = 5, 0.004
+# Rounds of a comparison take no more than this, but for the first two (seconds).
+ENOUGH = 0.2
 
 
 @dataclass(frozen=True)
@@ -122,67 +129,69 @@ def calibrate(device: torch.device, dtype: torch.dtype) -> Costs:
     def made(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device).uniform_(-1, 1)
 
-    tiny = made(8, 8)
-    overhead = seconds(lambda: torch.mm(tiny, tiny))
-    timed = _Timing(made, overhead)
-    return Costs(
-        overhead,
-        Curve(AXIS1_SIZES, tuple(timed.axis1(size) for size in AXIS1_SIZES)),
-        Curve(SIZES, tuple(timed.axis2(size) for size in SIZES)),
-        Curve(CONV_SIZES, tuple(timed.convolution(size) for size in CONV_SIZES)),
-        Curve(WEIGHT_SIZES, tuple(timed.addcmul(size) for size in WEIGHT_SIZES)),
-        Curve(RANKS, tuple(timed.addmm(rank) for rank in RANKS)),
-    )
+    best = dict.fromkeys(OPERATIONS, math.inf)
+    for _ in range(ROUNDS):
+        for key in OPERATIONS:
+            best[key] = min(best[key], seconds(operation(made, *key)[1]))
+    overhead = best["product", 8]
+
+    def curve(kind: str) -> Curve:
+        timed = {size: taken for (name, size), taken in best.items() if name == kind}
+        amounts = {size: operation(made, kind, size)[0] for size in timed}
+        return Curve(tuple(timed), tuple(amounts[size] / max(timed[size] - overhead, 1e-9) for size in timed))
+
+    return Costs(overhead, *map(curve, ("axis1", "axis2", "convolution", "addcmul", "addmm")))
 
 
-@dataclass(frozen=True)
-class _Timing:
-    made: Callable[..., Tensor]
-    overhead: float
+def operation(made: Callable[..., Tensor], kind: str, size: int) -> tuple[int, Callable[[], object]]:
+    """One of `OPERATIONS` with new tensors: its FLOPs (of a pass over a weight: its elements), and the call.
 
-    def axis1(self, size: int) -> float:
-        """w1 (size, size) on a block (tokens, size, 160), added to the output."""
-        w1, block, y = self.made(size, size), self.made(TOKENS, size, 160), self.made(TOKENS, size, 160)
-        return self._rate(2 * TOKENS * size * size * 160, lambda: y.baddbmm_(w1.expand(TOKENS, -1, -1), block))
-
-    def axis2(self, size: int) -> float:
-        """w2 (size, size) on rows of as many elements as 1024 tokens of width 160 have."""
+    product: (8, 8) twice. axis1: w1 (size, size) on a block (tokens, size, 160), added to the output. axis2: w2
+    (size, size) on rows of as many elements as 1024 tokens of width 160 have. convolution: 3×3, 8 images (size, 24,
+    24). addcmul: the Kronecker pass over a weight (size, size), factor 8. addmm: W + up · down of a weight (1280,
+    1280), rank ``size``.
+    """
+    if kind == "product":
+        tiny = made(size, size)
+        return 2 * size**3, lambda: torch.mm(tiny, tiny)
+    if kind == "axis1":
+        w1, block, y = made(size, size), made(TOKENS, size, 160), made(TOKENS, size, 160)
+        return 2 * TOKENS * size * size * 160, lambda: y.baddbmm_(w1.expand(TOKENS, -1, -1), block)
+    if kind == "axis2":
         rows = max(TOKENS * 160 // size, 64)
-        w2, x = self.made(size, size), self.made(rows, size)
-        return self._rate(2 * rows * size * size, lambda: torch.mm(x, w2.T))
-
-    def convolution(self, size: int) -> float:
-        """A 3×3 convolution of 8 images (size, 24, 24)."""
-        weight, x = self.made(size, size, 3, 3), self.made(8, size, 24, 24)
-        return self._rate(2 * 8 * 576 * weight.numel(), lambda: nn.functional.conv2d(x, weight, padding=1))
-
-    def addcmul(self, size: int) -> float:
-        """The Kronecker pass over a weight (size, size), factor 8."""
+        w2, x = made(size, size), made(rows, size)
+        return 2 * rows * size * size, lambda: torch.mm(x, w2.T)
+    if kind == "convolution":
+        kernel, images = made(size, size, 3, 3), made(8, size, 24, 24)
+        return 2 * 8 * 576 * kernel.numel(), lambda: nn.functional.conv2d(images, kernel, padding=1)
+    if kind == "addcmul":
         side = size // 8
-        weight, out = self.made(8, side, 8, side, 1), self.made(8, side, 8, side, 1)
-        one, two = self.made(8, 1, 8, 1, 1), self.made(1, side, 1, side, 1)
-        return self._rate(size * size, lambda: torch.addcmul(weight, one, two, value=0.5, out=out))
+        weight, out = made(8, side, 8, side, 1), made(8, side, 8, side, 1)
+        one, two = made(8, 1, 8, 1, 1), made(1, side, 1, side, 1)
+        return size * size, lambda: torch.addcmul(weight, one, two, value=0.5, out=out)
+    assert kind == "addmm", kind
+    base, sums, up, down = made(1280, 1280), made(1280, 1280), made(1280, size), made(size, 1280)
+    return base.numel(), lambda: torch.addmm(base, up, down, alpha=0.5, out=sums)
 
-    def addmm(self, rank: int) -> float:
-        """W + up · down of a weight (1280, 1280)."""
-        weight, out = self.made(1280, 1280), self.made(1280, 1280)
-        up, down = self.made(1280, rank), self.made(rank, 1280)
-        return self._rate(1280 * 1280, lambda: torch.addmm(weight, up, down, alpha=0.5, out=out))
 
-    def _rate(self, amount: float, call: Callable[[], object]) -> float:
-        return amount / max(seconds(call) - self.overhead, 1e-9)
+def is_faster(one: Callable[[], object], other: Callable[[], object]) -> bool:
+    """Whether the best of ``one``'s rounds is below the best of ``other``'s; they take turns."""
+    best, start = {one: math.inf, other: math.inf}, time.perf_counter()
+    for done in range(ROUNDS):
+        if done >= 2 and time.perf_counter() - start > ENOUGH:
+            break
+        for call in best:
+            best[call] = min(best[call], seconds(call))
+    return best[one] < best[other]
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """The best mean of `ROUNDS` rounds, of one call."""
+    """The mean of one call, warm, over a round."""
     call()
-    best = math.inf
-    for _ in range(ROUNDS):
-        start, calls = time.perf_counter(), 0
-        while calls == 0 or time.perf_counter() - start < SECONDS:
-            call()
-            calls += 1
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
+    start, calls = time.perf_counter(), 0
+    while calls == 0 or time.perf_counter() - start < SECONDS:
+        call()
+        calls += 1
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls

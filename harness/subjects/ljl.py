@@ -22,7 +22,7 @@ from fulldiff.harness.files.joining import DOWN, MID, UP
 from fulldiff.harness.subjects import factors, full_diff
 from fulldiff.harness.subjects.base import Adapter, Detach, Forward, Unsupported, replace_forward
 from fulldiff.harness.subjects.convolution import CONVOLUTIONS, convolve
-from fulldiff.harness.subjects.costs import seconds
+from fulldiff.harness.subjects.costs import is_faster
 from fulldiff.harness.subjects.planned import WORKSPACE_BUDGET
 from fulldiff.harness.subjects.stacked import Stacked
 from fulldiff.harness.subjects.streamed import Streamed
@@ -131,8 +131,7 @@ class Branch:
             # A scratch of its own, so that a try which is lost keeps no memory.
             room = Streamed().room(weight)
             with torch.no_grad():
-                written = seconds(lambda: self._from(room, weight, x))
-                self.shared.faster[key] = written < seconds(lambda: direct(x))
+                self.shared.faster[key] = is_faster(lambda: self._from(room, weight, x), lambda: direct(x))
         return self.shared.faster[key]
 
     def _multiplications(self, x: Tensor) -> tuple[int, int]:
