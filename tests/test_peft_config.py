@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from written import row_named
 
 from fulldiff.harness.files import fold
+from fulldiff.harness.files.base import table
+from fulldiff.harness.files.container import read_header
+from fulldiff.harness.files.match import matched
 from fulldiff.harness.files.peft_config import decompose_factor, split, split_sorted
 from fulldiff.harness.files.piece import Piece, UnspellableError
 from fulldiff.harness.subjects.peers.files import model_of
@@ -129,3 +132,13 @@ def test_peft_makes_the_same_factors(tmp_path: Path, one: Piece[Tensor]) -> None
     loaded = {name: p for name, p in model.named_parameters() if name in before}
     assert len(loaded) == len(one.tensors) - 1
     assert all(torch.equal(p, torch.ones_like(p)) for p in loaded.values())
+
+
+def test_whole_factors_that_peft_scales_are_refused_and_others_are_read(tmp_path: Path) -> None:
+    own = piece(LINEAR.out, LINEAR.inp, w1=(4, 4), w2=(LINEAR.out // 4, LINEAR.inp // 4))
+    made = config(tmp_path, own)
+    for share, says in ((1, ""), (0.5, "alpha / r = 0.5")):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(made | {"alpha": made["r"] * share}))
+        found = matched(read_header(tmp_path / "adapter_model.safetensors"), table("sd15"))
+        assert [len(found.targets), len(found.refused)] == ([0, 1] if says else [1, 0])
+        assert all(says in refused.reason for refused in found.refused)

@@ -118,8 +118,20 @@ def alpha_of(
     if stored:
         return Alpha(), "tensor"
     rank = next((factors[factor][0] for factor in RANKS if factor in factors), None)
+    if kind == "lokr" and rank is None and module.family in PEFT_FAMILIES:
+        check_whole(module, declared)
     said = None if kind == "diff" else declared.alpha_for(module.family, module.name, rank)
     return (Alpha(), "assumed") if said is None else (Alpha("0d", said, "f64"), "metadata")
+
+
+def check_whole(module: Module, declared: Declared) -> None:
+    """PEFT scales two whole factors too, by its config's alpha / r; anywhere else their scale is 1."""
+    scale = declared.alpha_for(module.family, module.name, 1)
+    if scale not in (None, 1):
+        raise Refusal(
+            f"{module.everything[0]}: the PEFT config scales its two whole factors by alpha / r = {scale:g}, which no "
+            f"tensor says; multiply lokr_w1 by {scale:g} and set alpha to r in the config"
+        )
 
 
 def dtype_of(names: list[str], header: Header) -> FactorDType:
