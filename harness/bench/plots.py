@@ -60,18 +60,16 @@ def bars(axis: Any, sums: pd.DataFrame) -> None:
 
 
 def pareto(axis: Any, steps: pd.DataFrame) -> None:
-    """Whole steps: time against buffer and held bytes, one line of points per image size."""
-    for (way, size), group in steps.groupby(["way", "size"]):
-        memory = beyond(group)
-        axis.scatter(memory, group.ratio, color=COLOURS[way], s=40)
-        for x, y in zip(memory, group.ratio, strict=True):
-            axis.annotate(f"{way} {size}", (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
-    decorate(axis, "a whole step", "memory beyond the bare model, buffer and held, MiB", legend=False)
+    """Whole steps: time against buffer and held bytes, a marker for each image size."""
+    markers = dict(zip(steps["size"].unique(), "os^D", strict=False))
+    for (way, size), group in steps.groupby(["way", "size"], sort=False):
+        name = way if len(markers) == 1 else f"{way}, {size}"
+        axis.scatter(beyond(group), group.ratio, color=COLOURS[way], marker=markers[size], s=40, label=name)
+    decorate(axis, "a whole step", "memory beyond the bare model, buffer and held, MiB")
 
 
-def decorate(axis: Any, title: str, label: str, legend: bool = True) -> None:
+def decorate(axis: Any, title: str, label: str) -> None:
     """Logarithmic memory, the bare layer's time as a line."""
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set(xscale="log", xlabel=label, ylabel="time over the bare layer", title=title)
-    if legend and axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=8)
+    axis.legend(fontsize=7)

@@ -22,7 +22,7 @@ PUBLISHED = """| published: stable-diffusion.cpp, AMD GPU | 512×512 | 1024×102
 | ROCm, full diff | 3295.83 MB, 0.89 s | 3993.52 MB, 2.14 s | 4860.33 MB, 3.20 s |
 | ROCm, runtime LoKr | 137.05 MB, 1.3 s | 830.86 MB, 4.8 s | 1701.55 MB, 3.84 s |
 | Vulkan, full diff | 3363.80 MB, 1.02 s | 4056.49 MB, 2.38 s | 4986.61 MB, 3.57 s |
-| Vulkan, runtime LoKr | 137.05 MB, 0.92 s | 830.86 MB, 2.98 s | 1746.55 MB, 3.07 s |
+| Vulkan, runtime LoKr | 137.05 MB, 0.92 s | 830.86 MB, 2.98 s | 1746.55 MB, 4.04 s, later 3.07 |
 """
 DIFFERS = (
     "Theirs is ggml with f16 weights on a GPU and keeps every layer's W' alive at once (our `full-diff-alive`); "

@@ -19,7 +19,7 @@ PUBLISHED = """\
 | Vulkan, AMD card, SDXL | 512² | 1024² | 1024×1536 |
 |:---|---:|---:|---:|
 | full diff | 3363.80 MB, 1.02 s | 4056.49 MB, 2.38 s | 4986.61 MB, 3.57 s |
-| runtime LoKr | 137.05 MB, 0.92 s | 830.86 MB, 2.98 s | 1746.55 MB, 4.04 s |
+| runtime LoKr | 137.05 MB, 0.92 s | 830.86 MB, 2.98 s | 1746.55 MB, 4.04 s, later 3.07 |
 
 Full diff minus runtime is about 3,230 MB at every resolution: the all-alive column above, for a whole UNet. The
 author's times are of different versions of that code."""
