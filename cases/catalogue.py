@@ -148,6 +148,7 @@ def _corners() -> Named:
     for strength in (0.0, 0.5):
         moved = dora(lora(8, 15, 2, alpha=Alpha("0d", 2.0), strength=strength), (8, 1))
         yield f"strength-{strength:g}-dora", _linear(moved, 8, 15)
+    yield "strength-0.7-loha-f64", _linear(loha(8, 15, 2, strength=0.7, dtype="f64"), 8, 15, dtype="f64")
     unequal = lokr((2, 16), (640, 80))
     yield "unequal-splits", _linear(unequal, 1280, 1280, (3,))
     yield "ranks-differ", _linear(lokr((4, 3), (4, 5), w1_rank=2, w2_rank=3, alpha=Alpha("0d", 3.0)), 16, 15)

@@ -248,6 +248,7 @@ PAIRS = {
     "first-group-input": Pair(grouped(1, 2), grouped(2, 2)),
     "kron-groups-in-w2": Pair(grouped_lokr(1, 10, 100, 1000), grouped_lokr(1, 1, 1, 1)),
     "first-batch-only": Pair(linear(1, 2, ONE, x=[[1, 1], [1, 2]]), linear(1, 2, ONE, x=[[1, 1]])),
+    "scale-in-f32": Pair(rank2(strength=0.7), rank2(strength=0.75)),
     "scale-tensor-ignored": Pair(
         linear(1, 2, other("lora", **SCALED, scale=5)), linear(1, 2, other("lora", **SCALED, scale=3))
     ),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from fault_pairs import EYE, Setting, conv, linear, lokr, lora, other
+from fault_pairs import EYE, Setting, conv, f64, linear, lokr, lora, other
 from torch import Tensor
 
 from fulldiff.harness.realise import module_for
@@ -85,6 +85,12 @@ HANDS = {
         linear(2, 3, lokr(w1=[[1]], w2_a=EYE, w2_b=[[1, 2, 3], [4, 5, 6]], alpha=4)),
         [2, 8, 4, 10, 6, 12], [4, 16, 8, 20, 12, 24],
     ),
+    # 0.7 in f32 is 0.699999988079071 (11744051 · 2⁻²⁴), times 16.
+    "scale-in-f32": Hand(
+        "peft peft-merged peft-file peft-unloaded",
+        linear(1, 1, other("loha", 0.7, hada_w1_a=[[2]], hada_w1_b=[[2]], hada_w2_a=[[2]], hada_w2_b=[[2]])),
+        [11.2], [11744051 / 2**20],
+    ),
     # w2 = aᵀ · core · b with b and the core identities: aᵀ = ((1, 3), (2, 4)), read with powers of ten; a itself.
     "tucker-a-not-transposed": Hand(
         "lycoris-functional",
@@ -128,18 +134,15 @@ HANDS = {
 
 def through(peer: str, setting: Setting) -> Tensor:
     """The layer's output with the setting's adapters on it, by the peer."""
-    weight = torch.zeros(setting.layer.weight_shape) if setting.weight is None else torch.tensor(setting.weight).float()
-    module = module_for(setting.layer, weight, None)
-    adapters = [
-        Adapter(own.kind, {name: tensor.float() for name, tensor in own.tensors.items()}, own.strength)
-        for own in setting.adapters
-    ]
+    weight = torch.zeros(setting.layer.weight_shape, dtype=torch.float64)
+    module = module_for(setting.layer, weight if setting.weight is None else f64(setting.weight), None)
+    adapters = [Adapter(own.kind, dict(own.tensors), own.strength) for own in setting.adapters]
     try:
         subject(peer).attach(module, adapters)
     except SubjectError as absent:
         pytest.skip(str(absent))
     with torch.no_grad():
-        return module(setting.input().float())  # type: ignore[no-any-return]
+        return module(setting.input())  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("fault", HANDS)

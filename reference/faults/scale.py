@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from fulldiff.reference.faults.registry import fault
@@ -114,6 +115,17 @@ class StrengthUnsigned(Truth):
 
     def strength(self, adapter: Factors) -> float:
         return abs(adapter.strength)
+
+
+@fault("scale-in-f32")
+class ScaleInF32(Truth):
+    """strength · scale kept in f32, also where layer and factors are f64."""
+
+    def change(self, adapter: Factors, weight: Tensor) -> Tensor:
+        if "dora_scale" in adapter.tensors:
+            return super().change(adapter, weight)
+        factor = torch.tensor(self.strength(adapter) * self.scale(adapter), dtype=torch.float32)
+        return float(factor) * self.product(adapter, weight.shape)
 
 
 @fault("scale-tensor-ignored")
