@@ -28,12 +28,16 @@ LARGEST = 2_000_000
 
 
 def differ(case: Case, name: str) -> bool:
-    """Whether the fault gives other numbers than the truth on the case, by more than another order of sums."""
+    """Whether the fault gives other numbers than the truth on the case, by more than its dtype's rounding."""
     body = case.body
     assert isinstance(body, RuntimeCase)
     material = realise(case, body)
     right, wrong = (forward(way, body, material) for way in (Truth(), FAULTS[name]))
-    return right is not None and wrong is not None and right.shape == wrong.shape and not torch.allclose(right, wrong)
+    rtol = 1e-10 if body.dtype == "f64" else 1e-5
+    close = (
+        right is None or wrong is None or right.shape != wrong.shape or torch.allclose(right, wrong, rtol, 1e-3 * rtol)
+    )
+    return not close
 
 
 def small(case: Case) -> bool:
