@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fulldiff.cases.catalogue import CATALOGUE, pinned
-from fulldiff.cases.factors import lora
-from fulldiff.cases.model import Case, Input, Layer, RuntimeCase, numel
+from fulldiff.cases.factors import lokr, lora
+from fulldiff.cases.model import Alpha, Case, Input, Layer, RuntimeCase, numel
 from fulldiff.harness.peers.diagnosis import diagnose, forward
 from fulldiff.harness.realise import realise
 from fulldiff.harness.subjects import full_diff
@@ -65,6 +65,15 @@ class Third(Subject):
     def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
         scaled = [Adapter(a.kind, a.tensors, a.strength / 3, a.rows) for a in adapters]
         return full_diff.FullDiff().attach(module, scaled)
+
+
+def test_what_gives_nan_where_a_number_is_right_explains_nothing() -> None:
+    adapter = lokr((2, 3), (4, 5), alpha=Alpha("0d", 1e10, "f16"))  # infinite in f16; of two whole factors not used
+    case = Case(RuntimeCase(Layer("linear", 8, 15), (adapter,), Input((3, 15)), values="exact"), 1)
+    material = realise(case, case.body)  # type: ignore[arg-type]
+    gives = forward(FAULTS["both-full-scaled"], case.body, material)  # type: ignore[arg-type]
+    assert gives is not None and gives.isnan().all()
+    assert not diagnose(case, Third(), closer=False).equals
 
 
 class FirstRowsOnly(Subject):

@@ -52,6 +52,9 @@ class Part:
         other = forward(truth, self.body, self.material)
         if other is None or other.shape != self.got.shape:
             return False
+        # Of NaN nothing is judged, and what gives NaN where a number is right and was given explains nothing.
+        if bool((other.isnan() & ~self.got.isnan() & ~self.want.isnan().expand_as(other)).any()):
+            return False
         # A fault may broadcast the output along a dimension of size 1.
         allowed = self.allowed.expand_as(other)
         if elements("", self.got, other, allowed).holds:
