@@ -21,8 +21,7 @@ from fulldiff.harness.bench import numbers as bench_numbers
 from fulldiff.harness.bench import plan as bench_plan
 from fulldiff.harness.bench import report as bench_report
 from fulldiff.harness.bench import run as bench
-from fulldiff.harness.bench.interleaving import interleave
-from fulldiff.harness.bench.worker import run, sampled
+from fulldiff.harness.bench.worker import run
 from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.results import Cell, Environment, Store
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
@@ -35,32 +34,6 @@ def test_a_ratio_is_the_geometric_mean_of_blocks_and_its_interval_holds_it() -> 
     assert middle == pytest.approx((2.0 * 2.2 * 1.8 * 2.0) ** 0.25)
     assert low < middle < high
     assert high / middle == pytest.approx(middle / low)
-
-
-def test_drift_cancels_in_an_abba_block() -> None:
-    clock = [0.5]
-
-    class Drifting:
-        @staticmethod
-        def seconds(call: object) -> float:
-            clock[0] *= 1.01
-            return clock[0]
-
-    samples = sampled({"a": lambda: None, "b": lambda: None}, 0.0, Drifting)  # type: ignore[arg-type]
-    for a, b in zip(samples["a"], samples["b"], strict=True):
-        assert a / b == pytest.approx(1.0, abs=1e-3)
-
-
-def test_halves_of_blocks_go_to_and_fro() -> None:
-    called: list[str] = []
-
-    def sample(way: str) -> float:
-        called.append(way)
-        return float(len(called))
-
-    samples = interleave(("a", "b"), sample, 3, 40, 0.0, halves=True)
-    assert "".join(called) == "abbaab"
-    assert samples == {"a": [1, 4, 5], "b": [2, 3, 6]}
 
 
 def test_two_identical_ways_give_an_interval_that_holds_one() -> None:

@@ -1,6 +1,6 @@
 """One case by hand for each kind of fault that reports/peers.md accuses a peer of, computed by the peer itself.
 
-All numbers are small integers worked out on paper; the peer's output must be the wrong ones, to the bit. A test that
+The numbers are worked out on paper; the peer's output must be the wrong ones, to the bit. A test that
 fails says that the peer is right now: then the finding goes. PEFT 0.21.2, LyCORIS 4.1.3, diffusers 0.42.1.
 """
 
@@ -87,7 +87,7 @@ HANDS = {
     ),
     # 0.7 in f32 is 0.699999988079071 (11744051 · 2⁻²⁴), times 16.
     "scale-in-f32": Hand(
-        "peft peft-merged peft-file peft-unloaded",
+        PEFT,
         linear(1, 1, other("loha", 0.7, hada_w1_a=[[2]], hada_w1_b=[[2]], hada_w2_a=[[2]], hada_w2_b=[[2]])),
         [11.2], [11744051 / 2**20],
     ),
@@ -160,7 +160,7 @@ def test_a_peer_gives_the_wrong_numbers_on_paper(peer: str, fault: str) -> None:
 
 
 def accused(peer: str) -> set[str]:
-    """The faults that the report says a peer equals, one of each finding's at least."""
+    """The single faults that the report says a peer equals, the first name of each finding; pairs are left out."""
     section = REPORT.partition(f"\n### {peer}\n")[2].partition("\n### ")[0]
     return {name for name, _ in re.findall(r"^\| equals: ([a-z0-9-]+)( or [^|]*)? *\|", section, re.MULTILINE)}
 

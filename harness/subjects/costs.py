@@ -129,16 +129,16 @@ def calibrate(device: torch.device, dtype: torch.dtype) -> Costs:
     def made(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device).uniform_(-1, 1)
 
-    best = dict.fromkeys(OPERATIONS, math.inf)
+    amounts, best = {}, dict.fromkeys(OPERATIONS, math.inf)
     for _ in range(ROUNDS):
         for key in OPERATIONS:
-            best[key] = min(best[key], seconds(operation(made, *key)[1]))
+            amounts[key], call = operation(made, *key)
+            best[key] = min(best[key], seconds(call))
     overhead = best["product", 8]
 
     def curve(kind: str) -> Curve:
-        timed = {size: taken for (name, size), taken in best.items() if name == kind}
-        amounts = {size: operation(made, kind, size)[0] for size in timed}
-        return Curve(tuple(timed), tuple(amounts[size] / max(timed[size] - overhead, 1e-9) for size in timed))
+        rates = (amounts[kind, size] / max(best[kind, size] - overhead, 1e-9) for size in SIZES[kind])
+        return Curve(SIZES[kind], tuple(rates))
 
     return Costs(overhead, *map(curve, ("axis1", "axis2", "convolution", "addcmul", "addmm")))
 

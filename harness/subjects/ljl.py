@@ -23,7 +23,7 @@ from fulldiff.harness.subjects import factors, full_diff
 from fulldiff.harness.subjects.base import Adapter, Detach, Forward, Unsupported, replace_forward
 from fulldiff.harness.subjects.convolution import CONVOLUTIONS, convolve
 from fulldiff.harness.subjects.costs import is_faster
-from fulldiff.harness.subjects.planned import WORKSPACE_BUDGET
+from fulldiff.harness.subjects.planned import WORKSPACE_BUDGET, Key, layer_key
 from fulldiff.harness.subjects.stacked import Stacked
 from fulldiff.harness.subjects.streamed import Streamed
 
@@ -39,7 +39,7 @@ class Shared:
     """What a model's branches share: the scratch for W', and where writing it is the faster way."""
 
     streamed: Streamed = field(default_factory=Streamed)
-    faster: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    faster: dict[Key, bool] = field(default_factory=dict)
 
 
 class Ljl(Stacked):
@@ -125,8 +125,7 @@ class Branch:
         factors_only, with_weight = self._multiplications(x)
         if max(factors_only, with_weight) < FEW:
             return with_weight < factors_only
-        settings = (str(getattr(self.module, name, "")) for name in ("stride", "padding", "dilation", "groups"))
-        key = (weight.device, weight.dtype, weight.shape, self.down.shape, x.shape, *settings)
+        key = (*layer_key(self.module, ()), *self.down.shape, *x.shape)
         if key not in self.shared.faster:
             # A scratch of its own, so that a try which is lost keeps no memory.
             room = Streamed().room(weight)
