@@ -148,6 +148,8 @@ def _corners() -> Named:
     for strength in (0.0, 0.5):
         moved = dora(lora(8, 15, 2, alpha=Alpha("0d", 2.0), strength=strength), (8, 1))
         yield f"strength-{strength:g}-dora", _linear(moved, 8, 15)
+    behind = (lora(8, 15, 4), dora(lora(8, 15, 2), (8, 1)))
+    yield "dora-behind-lora", RuntimeCase(Layer("linear", 8, 15), behind, Input((3, 15)))
     yield "strength-0.7-loha-f64", _linear(loha(8, 15, 2, strength=0.7, dtype="f64"), 8, 15, dtype="f64")
     unequal = lokr((2, 16), (640, 80))
     yield "unequal-splits", _linear(unequal, 1280, 1280, (3,))

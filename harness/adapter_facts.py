@@ -33,7 +33,7 @@ def facts_of(case: Case, subject: Subject, tokens: int) -> Facts:
     meta = torch.empty(body.layer.weight_shape, device="meta")
     material = Material(meta, None, tensors, torch.empty(tokens, body.layer.inp, device="meta"))
     factors = factors64(body, material)
-    truth = Truth(POLICIES[subject.scale_policy])
+    truth = Truth(POLICIES[subject.policy])
     spectra = [_spectrum(truth, f, body.layer.weight_shape) for f in factors]
     norm, spike = max(spectra, default=(0.0, 0.0), key=lambda pair: pair[1])
     return Facts((), tuple(truth.scale(f) for f in factors), norm, spike, _workspace(body, material, subject))

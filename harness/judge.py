@@ -112,7 +112,7 @@ def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, 
     if body.values == "exact":
         return [elements(f"{name}: exact", got.double(), want, torch.zeros_like(want))]
     stored, sums = subject.arithmetic(body.layer.kind, body.dtype)
-    allowed = budget(Truth(POLICIES[subject.scale_policy]), *_arguments(body, material), stored, sums)
+    allowed = budget(Truth(POLICIES[subject.policy]), *_arguments(body, material), stored, sums)
     # Where sums of magnitudes leave the dtype's range, a correct subject may overflow too.
     want = torch.where(allowed.magnitude <= min(LARGEST[body.dtype], LARGEST[stored]), want, torch.nan)
     each = elements(f"{name}: each element", got.double(), want, allowed.hard)
@@ -121,7 +121,7 @@ def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, 
 
 def truth_of(body: RuntimeCase, material: Material, subject: Subject) -> Tensor:
     """The float64 output under the subject's scale policy."""
-    return Truth(POLICIES[subject.scale_policy]).forward(*_arguments(body, material))
+    return Truth(POLICIES[subject.policy]).forward(*_arguments(body, material))
 
 
 def _arguments(body: RuntimeCase, material: Material) -> tuple[Layer, Tensor, Tensor | None, list[Factors], Tensor]:

@@ -65,7 +65,7 @@ class Run:
 
     def compare(self, name: str) -> list[Claim]:
         """The claims about the output with what is attached now."""
-        at = [index - 1 for index in sorted(self.attached)]
+        at = [index - 1 for index in self.attached]  # in the order of attaching: a DoRA may mind
         adapters = tuple(self.body.adapters[index] for index in at)
         body = msgspec.structs.replace(self.body, adapters=adapters)
         material = replace(self.material, adapters=tuple(self.material.adapters[index] for index in at))

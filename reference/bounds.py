@@ -14,7 +14,8 @@ with all its numbers replaced by their magnitudes, so that V is computed with |e
 relative error is then at most ρ = e·(1 + ‖A‖/‖V‖), by the triangle inequality and for its own sum of
 squares, and that of 1/‖V‖ at most ρ/(1 − ρ). So W' is off by no more than
 e · |M| ∘ (A + |V|·(1 + ‖A‖/‖V‖)) / (1 − ρ), the second-order term being within the 1/(1 − ρ). This over e
-takes the place of |scale·ΔW| in B, with |W| for the subtraction of W. In S the norm's error is
+takes the place of |scale·ΔW| in B, with |W| for the subtraction of W. Where a policy has a DoRA start from what
+earlier adapters made of W, their magnitudes are in |W| too. In S the norm's error is
 Σ V²A²/‖V‖⁴ + 1 instead, squared: errors of random sign. Where ‖V‖ is 0 or ρ ≥ 1 the magnitude is
 infinite: nothing is asked of such an output.
 """
@@ -22,13 +23,13 @@ infinite: nothing is asked of such an output.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fulldiff.reference.layers import LayerLike, apply
+from fulldiff.reference.layers import LayerLike
 from fulldiff.reference.truth import Factors, Truth
 
 UNIT_ROUNDOFF = {"f64": 2.0**-53, "f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
@@ -72,7 +73,7 @@ def budget(
     stored = stored_values(active)
     # From K = 1/u on the hard bound allows anything, and the statistical one judges alone.
     error = length * unit_acc / (1 - length * unit_acc) + stored * unit if length * unit_acc < 1 else math.inf
-    tiny = SMALLEST[dtype] * stored * (1 + sum(_gain(truth, adapter, weight) for adapter in active))
+    tiny = SMALLEST[dtype] * stored * _gain(truth, active, weight)
     magnitude = _sized(truth, layer, weight, bias, active, x, 1, error)
     squares = _sized(truth, layer, weight, bias, active, x, 2, error)
     judged = squares[squares.isfinite()]
@@ -116,46 +117,88 @@ def _sized(
     power: int,
     error: float,
 ) -> Tensor:
-    """The layer's output with every number replaced by its magnitude to the ``power``."""
-    total, offset = weight.abs() ** power, None if bias is None else bias.abs() ** power
+    """The layer's output, by the truth's own steps, with every number replaced by its magnitude to the ``power``."""
+    offset = None if bias is None else bias.abs() ** power
     for adapter in adapters:
-        rows, factor = truth.rows(adapter, weight), abs(truth.strength(adapter)) ** power
-        total[rows] += factor * delta_size(truth, adapter, weight[rows], power, error)
         if "diff_b" in adapter.tensors:
             offset = weight.new_zeros(weight.shape[0]) if offset is None else offset
-            offset[rows] += factor * adapter.tensors["diff_b"].abs() ** power
-    return apply(layer, total, offset, x.abs() ** power)
+            factor = abs(truth.strength(adapter)) ** power
+            offset[truth.rows(adapter, weight)] += factor * adapter.tensors["diff_b"].abs() ** power
+    sizes = delta_sizes(truth, weight, adapters, power, error)
+    parts = [(_magnitudes(adapter, power), size) for adapter, size in zip(adapters, sizes, strict=True)]
+    return truth.output(layer, weight.abs() ** power, offset, parts, x.abs() ** power)
 
 
-def delta_size(truth: Truth, adapter: Factors, weight: Tensor, power: int, error: float) -> Tensor:
-    """The size of one adapter's delta without its strength: |scale·ΔW|, or that of a DoRA's W' − W."""
+def delta_sizes(truth: Truth, weight: Tensor, adapters: Sequence[Factors], power: int, error: float) -> list[Tensor]:
+    """Each delta with every number replaced by its magnitude to the ``power``, in the weight's shape."""
+    base = weight.abs() ** power
+    sizes, made = {"base": base, "current": base}, []
+    for adapter, *ground in _grounds(truth, adapters, weight):
+        rows, factor = truth.rows(adapter, weight), abs(truth.strength(adapter)) ** power
+        numbers = [(at[rows], sizes[name][rows]) for name, at in ground]
+        size = torch.zeros_like(weight)
+        size[rows] = factor * _delta_size(truth, adapter, *numbers, power, error)
+        made.append(size)
+        sizes["current"] = sizes["current"] + size
+    return made
+
+
+def _grounds(
+    truth: Truth, adapters: Sequence[Factors], weight: Tensor
+) -> Iterator[tuple[Factors, tuple[str, Tensor], tuple[str, Tensor]]]:
+    """Each adapter with the weight that a DoRA's norm is of, and the one that it moves; see `Policy.dora_after`."""
+    base = ("base", weight)
+    if truth.policy.dora_after == "base":
+        yield from ((adapter, base, base) for adapter in adapters)
+        return
+    current = ("current", weight)
+    for adapter, delta in zip(adapters, truth.deltas(adapters, weight), strict=True):
+        yield adapter, current if truth.policy.dora_after == "current" else base, current
+        current = ("current", current[1] + delta)
+
+
+def _delta_size(
+    truth: Truth, adapter: Factors, base: tuple[Tensor, Tensor], start: tuple[Tensor, Tensor], power: int, error: float
+) -> Tensor:
+    """The size of one adapter's delta without its strength: |scale·ΔW|, or that of a DoRA's W' − W.
+
+    ``base`` is the weight that a DoRA's norm is of, ``start`` the one that it moves: numbers and sizes.
+    """
+    (weight, size_of_weight), (moved, size_of_moved) = base, start
     product = truth.product(_magnitudes(adapter, power), weight.shape)
     size = abs(truth.scale(adapter)) ** power * product
     if "dora_scale" not in adapter.tensors:
         return size
-    moved = weight + truth.scale(adapter) * truth.product(adapter, weight.shape)
-    magnitude, whole = truth.magnitude(adapter, weight.shape), weight.abs() ** power + size
-    norm = moved.square().sum_to_size(magnitude.shape).sqrt()
+    change = truth.scale(adapter) * truth.product(adapter, weight.shape)
+    normed, moved = weight + change, moved + change
+    magnitude, whole = truth.magnitude(adapter, weight.shape), size_of_weight + size
+    norm = normed.square().sum_to_size(magnitude.shape).sqrt()
     if power == 1:
         spread = 1 + whole.square().sum_to_size(norm.shape).sqrt() / norm
-        spoiled, sound = (whole + moved.abs() * spread) / (1 - error * spread), error * spread < 1
+        spoiled, sound = (size_of_moved + size + moved.abs() * spread) / (1 - error * spread), error * spread < 1
     else:
-        spread = 1 + (moved.square() * whole).sum_to_size(norm.shape) / norm**4
-        spoiled, sound = whole + moved.square() * spread, norm > 0
-    size = (magnitude / norm).abs() ** power * spoiled + weight.abs() ** power
+        spread = 1 + (normed.square() * whole).sum_to_size(norm.shape) / norm**4
+        spoiled, sound = size_of_moved + size + moved.square() * spread, norm > 0
+    size = (magnitude / norm).abs() ** power * spoiled + size_of_moved
     return torch.where(sound & (norm > 0), size, torch.inf)
 
 
 def _magnitudes(adapter: Factors, power: int) -> Factors:
-    return replace(adapter, tensors={name: t.abs() ** power for name, t in adapter.tensors.items()})
+    """The adapter with every number's magnitude; without a DoRA's, which is in the size of its delta."""
+    sizes = {name: t.abs() ** power for name, t in adapter.tensors.items() if name != "dora_scale"}
+    return replace(adapter, tensors=sizes, strength=abs(adapter.strength) ** power)
 
 
-def _gain(truth: Truth, adapter: Factors, weight: Tensor) -> float:
-    """How much a value that underflows in one factor may grow through the others, at most."""
-    factors = [t for t in _factors(adapter) if t.dim() > 1]
-    norms = [max(1.0, *(float(sums.max()) for sums in _line_sums(t))) for t in factors]
-    scale = abs(truth.strength(adapter)) * max(1.0, abs(truth.scale(adapter)))
-    return scale * math.prod(norms) * _growth(truth, adapter, weight)
+def _gain(truth: Truth, adapters: Sequence[Factors], weight: Tensor) -> float:
+    """How much a value that underflows in one factor may grow through what it is multiplied with, at most."""
+    total = 1.0
+    for adapter, (_, base), _ in _grounds(truth, adapters, weight):
+        factors = [t for t in _factors(adapter) if t.dim() > 1]
+        norms = [max(1.0, *(float(sums.max()) for sums in _line_sums(t))) for t in factors]
+        scale = abs(truth.strength(adapter)) * max(1.0, abs(truth.scale(adapter)))
+        growth = _growth(truth, adapter, base)
+        total = total * (1.0 if truth.policy.dora_after == "base" else growth) + scale * math.prod(norms) * growth
+    return total
 
 
 def _growth(truth: Truth, adapter: Factors, weight: Tensor) -> float:

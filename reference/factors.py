@@ -39,25 +39,29 @@ NAMES: dict[str, set[str]] = {
 
 
 @dataclass(frozen=True)
-class ScalePolicy:
-    """How alpha becomes a scale where implementations disagree. All agree on alpha / rank else.
+class Policy:
+    """What implementations disagree on: how alpha becomes a scale (alpha / rank else), what a later DoRA starts from.
 
     both_full: scale of a LoKr whose w1 and w2 are both full: 1, or alpha over a declared rank.
     rank_from: whose rank counts when w1 and w2 are both factored and differ.
     zero_alpha: alpha 0 gives a zero delta, or scale 1.
+    dora_after: a DoRA behind other adapters on its layer is taken from the base weight W, so that deltas sum in any
+    order (``base``); from the weight C as it stands, (C + ΔW) · m / ‖C + ΔW‖ (``current``: ComfyUI's patches);
+    or scales what stands there by the norm of the base's own, (C + ΔW) · m / ‖W + ΔW‖ (``scaling``: PEFT).
     """
 
     both_full: Literal["one", "alpha/rank"] = "one"
     rank_from: Literal["w1", "w2"] = "w2"
     zero_alpha: Literal["zero", "one"] = "zero"
+    dora_after: Literal["base", "scaling", "current"] = "base"
 
 
-POLICIES: dict[str, ScalePolicy] = {
-    "default": ScalePolicy(),
-    "comfyui": ScalePolicy(),
-    "diffusers": ScalePolicy(),
-    "comfyui-bypass": ScalePolicy(rank_from="w1"),
-    "invokeai": ScalePolicy(rank_from="w1"),
-    "lycoris": ScalePolicy(rank_from="w1", zero_alpha="one"),
-    "peft": ScalePolicy(both_full="alpha/rank"),
+POLICIES: dict[str, Policy] = {
+    "default": Policy(),
+    "comfyui": Policy(dora_after="current"),
+    "diffusers": Policy(dora_after="scaling"),
+    "comfyui-bypass": Policy(rank_from="w1"),
+    "invokeai": Policy(rank_from="w1"),
+    "lycoris": Policy(rank_from="w1", zero_alpha="one"),
+    "peft": Policy(both_full="alpha/rank", dora_after="scaling"),
 }

@@ -1,7 +1,7 @@
 """What loaded patches mean for a weight: W + Σ strength · ΔW in float64, and the rounding a merge may show.
 
-Every delta is taken from the base weight; alpha / rank as in `Truth`, 1 where the file has no alpha; a patch of
-strength 0 is not looked at. A bias or a normalisation's weight is a weight of one dimension.
+Deltas as in `Truth`, under its policy; alpha / rank is 1 where the file has no alpha; a patch of strength 0 is not
+looked at. A bias or a normalisation's weight is a weight of one dimension.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fulldiff.reference.bounds import SMALLEST, UNIT_ROUNDOFF, contraction_length, delta_size, stored_values
+from fulldiff.reference.bounds import SMALLEST, UNIT_ROUNDOFF, contraction_length, delta_sizes, stored_values
 from fulldiff.reference.load import LoadError, Patch
 from fulldiff.reference.truth import Factors, Truth
 
@@ -19,7 +19,7 @@ UNMERGED = {"glora": "GLoRA", "set_weight": "a replaced weight"}
 
 def merged(truth: Truth, weight: Tensor, patches: Sequence[Patch]) -> Tensor:
     """W + Σ ΔW for ``weight`` (out, …), float64; raises LoadError and FactorError."""
-    return sum((truth.delta(adapter, weight) for adapter in active(patches)), start=weight)
+    return sum(truth.deltas(active(patches), weight), start=weight)
 
 
 def budget(truth: Truth, weight: Tensor, patches: Sequence[Patch], dtype: str) -> Tensor:
@@ -30,10 +30,7 @@ def budget(truth: Truth, weight: Tensor, patches: Sequence[Patch], dtype: str) -
     adapters, unit = active(patches), UNIT_ROUNDOFF["f64" if dtype == "f64" else "f32"]
     length = contraction_length(weight, adapters)
     error = length * unit / (1 - length * unit) + stored_values(adapters) * unit
-    size = weight.abs()
-    for adapter in adapters:
-        rows = truth.rows(adapter, weight)
-        size[rows] += abs(adapter.strength) * delta_size(truth, adapter, weight[rows], 1, error)
+    size = sum(delta_sizes(truth, weight, adapters, 1, error), start=weight.abs())
     whole = merged(truth, weight, patches).abs() + error * size
     return error * size + UNIT_ROUNDOFF[dtype] * whole + SMALLEST[dtype]
 

@@ -12,11 +12,12 @@ Conventions (LyCORIS files; see README "Conventions"):
   w1_b (r, in / groups).
 - diff: ΔW stored whole; its alpha, if there is one, means nothing. diff_b (out,), beside any kind, is
   added to the bias: strength · diff_b, no scale; a layer without a bias then has one.
-- scale = alpha / rank, 1 where the file has no alpha; other rules are named `ScalePolicy`s. A LoRA's
+- scale = alpha / rank, 1 where the file has no alpha; other rules are `Policy`s with names. A LoRA's
   ``scale`` tensor takes the place of alpha / rank.
 - DoRA (``dora_scale`` beside LoRA, LoHa or LoKr): W' = m · V / ‖V‖ with V = W + scale · ΔW. The delta is
   strength · (W' − W): the strength stays outside the norm (as in ComfyUI). See `Truth.dora`.
-- Adapters on one layer sum, of whatever kinds: each delta is taken from the base weight W.
+- Adapters on one layer sum, of whatever kinds: each delta is taken from the base weight W, but for a DoRA
+  under some policies (`Policy.dora_after`).
 """
 
 from __future__ import annotations
@@ -28,37 +29,57 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fulldiff.reference.factors import NAMES, POLICIES, FactorError, Factors, ScalePolicy
+from fulldiff.reference.factors import NAMES, POLICIES, FactorError, Factors, Policy
 from fulldiff.reference.layers import LayerLike, apply
 
-__all__ = ["POLICIES", "FactorError", "Factors", "ScalePolicy", "Truth"]
+__all__ = ["POLICIES", "FactorError", "Factors", "Policy", "Truth"]
+
+
+# The adapters that count, with their deltas.
+Parts = Sequence[tuple[Factors, Tensor]]
 
 
 @dataclass(frozen=True)
 class Truth:
     """The steps from factors to output. A fault is a subclass that gets one of them wrong."""
 
-    policy: ScalePolicy = field(default_factory=ScalePolicy)
+    policy: Policy = field(default_factory=Policy)
 
     def forward(
         self, layer: LayerLike, weight: Tensor, bias: Tensor | None, adapters: Sequence[Factors], x: Tensor
     ) -> Tensor:
         """y = (W + Σ ΔW) x + bias + Σ Δbias. Shapes as in `layers.apply`; all tensors float64."""
         active = [adapter for adapter in adapters if self.counts(adapter)]
-        deltas = [self.delta(adapter, weight) for adapter in active]
+        deltas = self.deltas(active, weight)
         for adapter in active:
             bias = self.add_bias(bias, adapter, weight)
-        return self.output(layer, weight, bias, deltas, x)
+        return self.output(layer, weight, bias, list(zip(active, deltas, strict=True)), x)
 
     def counts(self, adapter: Factors) -> bool:
         """Whether the adapter has a part in the output: not at strength 0, whatever its numbers are."""
         return adapter.strength != 0
 
-    def output(
-        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, deltas: Sequence[Tensor], x: Tensor
-    ) -> Tensor:
+    def output(self, layer: LayerLike, weight: Tensor, bias: Tensor | None, parts: Parts, x: Tensor) -> Tensor:
         """Add the deltas to the weight, then apply the layer once."""
-        return apply(layer, sum(deltas, start=weight), bias, x)
+        return apply(layer, sum((delta for _, delta in parts), start=weight), bias, x)
+
+    def deltas(self, adapters: Sequence[Factors], weight: Tensor) -> list[Tensor]:
+        """What each adapter adds to ``weight`` and the adapters before it, all of the weight's shape."""
+        made: list[Tensor] = []
+        for adapter in adapters:
+            made.append(self.delta_after(adapter, weight, sum(made, start=torch.zeros_like(weight))))
+        return made
+
+    def delta_after(self, adapter: Factors, weight: Tensor, earlier: Tensor) -> Tensor:
+        """The adapter's delta where the adapters before it added ``earlier``; only a DoRA's may depend on that."""
+        if self.policy.dora_after == "current":
+            return self.delta(adapter, weight + earlier)
+        delta = self.delta(adapter, weight)
+        if self.policy.dora_after == "scaling" and "dora_scale" in adapter.tensors:
+            rows = self.rows(adapter, weight)
+            grown = (self.growth(adapter, weight[rows]) - 1) * earlier[rows]
+            delta[rows] += self.strength(adapter) * torch.where(earlier[rows] == 0, 0.0, grown)
+        return delta
 
     def delta(self, adapter: Factors, weight: Tensor) -> Tensor:
         """The adapter's delta for ``weight`` (out, in / groups, *kernel), zero outside its rows."""
@@ -178,10 +199,19 @@ class Truth:
         m has a number per output row (out, 1, …), or per input (1, in / groups, 1, …), and the norm is
         taken over all other dimensions, the kernel among them. See `magnitude` for 1-D ones.
         """
+        moved, magnitude, norm = self.decomposed(adapter, weight)
+        return torch.where(norm == 0, 0.0, magnitude * moved / norm)
+
+    def growth(self, adapter: Factors, weight: Tensor) -> Tensor:
+        """m / ‖V‖ in the magnitude's shape; 0 where ‖V‖ is 0."""
+        _, magnitude, norm = self.decomposed(adapter, weight)
+        return torch.where(norm == 0, 0.0, magnitude / norm)
+
+    def decomposed(self, adapter: Factors, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A DoRA's V, and m and ‖V‖ in one shape."""
         moved = weight + self.scale(adapter) * self.product(adapter, weight.shape)
         magnitude = self.magnitude(adapter, weight.shape)
-        norm = self.norm(weight, moved, magnitude.shape)
-        return torch.where(norm == 0, 0.0, magnitude * moved / norm)
+        return moved, magnitude, self.norm(weight, moved, magnitude.shape)
 
     def norm(self, weight: Tensor, moved: Tensor, shape: Sequence[int]) -> Tensor:
         """‖V‖, of V ``moved``, in the magnitude's ``shape``: taken over each dimension that is 1 there."""

@@ -5,7 +5,7 @@ The input reads the weight off: an identity for a linear layer, powers of ten fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -159,6 +159,13 @@ def dora(magnitude: Any, strength: float = 1.0, weight: Any = ((1, 2), (1, 0)), 
     return linear(2, 2, one, weight=weight)
 
 
+def behind(first: bool) -> Setting:
+    """The DoRA of ``dora([5, 10])`` before or behind a diff: (3, 4), (4, 3) more."""
+    found = dora([5, 10])
+    both = (other("diff", diff=[[3, 4], [4, 3]]), found.adapters[0])
+    return replace(found, adapters=both[::-1] if first else both)
+
+
 def dora_conv(*down: float) -> Setting:
     """A kernel of two on one channel, from zero: V is ``down``."""
     return Setting(conv(1, 1, 2), (other("lora", up=[[1]], down=[down], dora_scale=[10]),))
@@ -276,6 +283,9 @@ PAIRS = {
     "dora-strength-ignored": Pair(dora([5, 10], strength=2), dora([5, 10])),
     "dora-strength-on-magnitude": Pair(dora([5, 10], strength=2), dora([5, 10])),
     "dora-base-not-removed": Pair(dora([5, 10]), dora([5, 10], weight=((0, 0), (0, 0)))),
+    "dora-of-current": Pair(behind(False), behind(True)),
+    "dora-scales-earlier": Pair(behind(False), behind(True)),
+    "lokr-ignored": Pair(linear(1, 2, ONE, DIFF), linear(1, 2, DIFF)),
     "first-kind-only": Pair(linear(1, 2, ONE, DIFF), linear(1, 2, ONE, TWO)),
     "bias-delta-ignored": Pair(biased(), linear(1, 2, ONE)),
     "bias-delta-needs-bias": Pair(biased(), biased(bias=[1])),

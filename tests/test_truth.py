@@ -183,7 +183,7 @@ TWO: dict[str, Any] = {
         ("peft", LOW, 8, 2, 4),
     ],
 )
-def test_scale_policy(policy: str, factors: Any, alpha: Any, rank: Any, scale: float) -> None:
+def test_a_policy_s_scale(policy: str, factors: Any, alpha: Any, rank: Any, scale: float) -> None:
     adapter = lokr(**factors, rank=rank, **({} if alpha is None else {"alpha": alpha}))
     assert Truth(POLICIES[policy]).scale(adapter) == scale
     assert_delta(adapter, [[scale]], policy)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 from literals import EYE, LINEAR, ZERO, adapter, f64
+from torch import Tensor
 
 from fulldiff.cases.model import Layer
 from fulldiff.reference.bounds import UNIT_ROUNDOFF, budget
-from fulldiff.reference.truth import Truth
+from fulldiff.reference.truth import POLICIES, Factors, Truth
 
 # The budget of a DoRA, y = W' x: W = [3, 0], ΔW = 2·[0, 2] → V = [3, 4], ‖V‖ = 5, m = 10, x = [1, 1].
 # K = 2 (base) + up 1+1 + down 1+2 + dora_scale 1 + norm 2 = 10; m = 2 + 5 + 2·3 + 2 = 15.
@@ -29,6 +31,45 @@ def test_dora_s_budget_by_hand() -> None:
     assert found.magnitude.item() == pytest.approx(magnitude, rel=1e-12)
     assert found.hard.item() == pytest.approx(error * magnitude, rel=1e-12)
     assert found.rms == pytest.approx(3 * (10**0.5 * unit + 15**0.5 * unit) * squares**0.5, rel=1e-12)
+
+
+# Behind a diff C = [3, 2] for W = [3, 0]; ‖A‖ / ‖V‖ = 1 and |M| = 2 as above. K = 13, m = 19 with the diff's.
+@pytest.mark.parametrize(
+    ("policy", "low_rank", "spoiled"),
+    [
+        ("peft", 4, 3 * 3 + 3 * (2 + 4)),  # A = [3, 4]; C + ΔW = [3, 6], of size [3, 6]
+        ("comfyui", 2, 3 * 3 + 3 * (2 + 2)),  # A = [3, 2 + 2]
+    ],
+)
+def test_dora_s_budget_behind_another_adapter_by_hand(policy: str, low_rank: float, spoiled: float) -> None:
+    both = [adapter("diff", diff=[[0, 2]]), adapter("lora", up=[[1]], down=[[0, low_rank]], dora_scale=[10])]
+    layer, unit = Layer("linear", out=1, inp=2), 2.0**-24
+    error = 13 * unit / (1 - 13 * unit) + 19 * unit
+    found = budget(Truth(POLICIES[policy]), layer, f64([[3, 0]]), None, both, f64([[1, 1]]), "f32")
+    assert found.magnitude.item() == pytest.approx(2 * 5 + 2 * spoiled / (1 - 2 * error), rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["default", "peft", "comfyui"])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_steps_in_f32_stay_within_the_budget(policy: str, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).double()
+
+    layer, truth = Layer("linear", out=5, inp=7), Truth(POLICIES[policy])
+    factors = [{"lora_up.weight": random(5, 2), "lora_down.weight": random(2, 7)} for _ in range(3)]
+    factors[1]["dora_scale"] = random(5, 1)
+    factors[2]["dora_scale"] = random(5, 1)
+    adapters, weight, x = [Factors("lora", t) for t in factors], random(5, 7), random(4, 7)
+    narrow = [Factors("lora", {name: t.float() for name, t in own.items()}) for own in factors]
+    got = truth.forward(layer, weight.float(), None, narrow, x.float()).double()
+    want, allowed = (
+        truth.forward(layer, weight, None, adapters, x),
+        budget(truth, layer, weight, None, adapters, x, "f32"),
+    )
+    assert bool(((got - want).abs() <= allowed.hard).all())
+    assert (got - want).square().mean().sqrt() <= allowed.rms
 
 
 @pytest.mark.parametrize("dtype", UNIT_ROUNDOFF)

@@ -11,7 +11,7 @@ import torch
 from literals import EYE, LINEAR, ZERO, adapter, f64
 
 from fulldiff.cases.model import Layer
-from fulldiff.reference.truth import FactorError, Factors, Truth
+from fulldiff.reference.truth import POLICIES, FactorError, Factors, Truth
 
 
 def change(one: Factors, weight: Any) -> Any:
@@ -129,6 +129,28 @@ FACTORS: dict[str, Any] = {"up": [[2], [3]], "down": [[1, 1]]}
 def test_dora_by_hand_on_both_axes(magnitude: Any, expected: Any) -> None:
     moved = change(adapter("lora", **FACTORS, dora_scale=magnitude), BASE)
     assert (f64(moved) + f64(BASE)).tolist() == expected
+
+
+# C = W + [[3, 4], [4, 3]] behind a diff; C + ΔW = [[6, 8], [8, 6]], of norms 10. The diff before it, and after it.
+@pytest.mark.parametrize(
+    ("policy", "behind", "before"),
+    [
+        ("default", [[6, 8], [12, 9]], [[6, 8], [12, 9]]),  # m / 5 · V + the diff
+        ("peft", [[6, 8], [16, 12]], [[6, 8], [12, 9]]),  # m / 5 · (C + ΔW)
+        ("comfyui", [[3, 4], [8, 6]], [[6, 8], [12, 9]]),  # m / 10 · (C + ΔW)
+    ],
+)
+def test_dora_behind_another_adapter_by_each_rule(policy: str, behind: Any, before: Any) -> None:
+    both = [adapter("diff", diff=[[3, 4], [4, 3]]), adapter("lora", **FACTORS, dora_scale=[[5], [10]])]
+    for adapters, expected in ((both, behind), (both[::-1], before)):
+        assert sum(Truth(POLICIES[policy]).deltas(adapters, f64(BASE)), start=f64(BASE)).tolist() == expected
+
+
+def test_dora_of_the_current_weight_has_its_strength_outside() -> None:
+    """C + ½ · ([[3, 4], [8, 6]] − C) with C = [[4, 6], [5, 3]]."""
+    both = [adapter("diff", diff=[[3, 4], [4, 3]]), adapter("lora", 0.5, **FACTORS, dora_scale=[[5], [10]])]
+    found = sum(Truth(POLICIES["comfyui"]).deltas(both, f64(BASE)), start=f64(BASE))
+    assert found.tolist() == [[3.5, 5], [6.5, 4.5]]
 
 
 def test_dora_s_strength_is_outside_the_norm() -> None:

@@ -26,8 +26,11 @@ from fulldiff.harness.realise import Material, factors64, realise
 from fulldiff.harness.subjects.base import Subject
 from fulldiff.reference.bounds import budget
 from fulldiff.reference.faults import FAULTS
+from fulldiff.reference.faults.branch import Apart
 from fulldiff.reference.truth import POLICIES, FactorError, Truth
 
+# Faults that get one of these wrong call the next one's: two of them chain. `Apart`'s output ends the chain.
+CHAINED = {"forward", "output", "own"}
 ALONE, WITH_BASE = "delta alone", "output"
 RANDOM = "other numbers each time"
 # Nearer than this share of the largest value a wrong way's own rounding is worth computing.
@@ -74,16 +77,33 @@ def diagnose(case: Case, subject: Subject, closer: bool = True) -> Diagnosis:
     """
     assert isinstance(case.body, RuntimeCase)
     parts = parts_of(case, case.body, subject)
-    policy = POLICIES[subject.scale_policy]
+    policy = POLICIES[subject.policy]
     if all(part.equals(Truth(policy)) for part in parts.values()):
         return Diagnosis(right=True)
     named = equal(parts, ((name, replace(fault, policy=policy)) for name, fault in FAULTS.items()))
+    if not named and (wider := in_f32(case, case.body, parts, subject, closer)):
+        return wider
     if named or not closer:
         return Diagnosis(tuple(named))
     if named := equal(parts, ((name, kind(policy)) for name, kind in pair_faults().items())):
         return Diagnosis(tuple(named))
     seen = (describe(case.body, parts[ALONE]), cured(case, case.body, subject))
     return Diagnosis(partly=", ".join(filter(None, seen)), unread=unread(case.body, parts, subject))
+
+
+def in_f32(
+    case: Case, body: RuntimeCase, parts: Mapping[str, Part], subject: Subject, closer: bool
+) -> Diagnosis | None:
+    """The diagnosis of an f16 case in f32, where what overflowed in f16 has a number; None where nothing did."""
+    if body.dtype != "f16" or not any((~part.got.isfinite() & part.want.isfinite()).any() for part in parts.values()):
+        return None
+    try:
+        found = diagnose(
+            msgspec.structs.replace(case, body=msgspec.structs.replace(body, dtype="f32")), subject, closer
+        )
+    except Exception:  # whatever a subject raises: f32 tells nothing
+        return None
+    return Diagnosis(partly="not finite in f16, right in f32") if found.right else found
 
 
 def unread(body: RuntimeCase, parts: Mapping[str, Part], subject: Subject) -> str:
@@ -122,7 +142,7 @@ def negated(material: Material, index: int, name: str) -> Material:
 
 def _matters(part: Part, changed: Material, subject: Subject) -> bool:
     """Whether the right output is another one with these tensors."""
-    want = forward(Truth(POLICIES[subject.scale_policy]), part.body, changed)
+    want = forward(Truth(POLICIES[subject.policy]), part.body, changed)
     return want is not None and not torch.equal(want, part.want)
 
 
@@ -160,7 +180,7 @@ def _is_right(case: Case, subject: Subject) -> bool:
         parts = parts_of(case, case.body, subject)
     except Exception:  # whatever a subject raises: it is not right
         return False
-    return all(part.equals(Truth(POLICIES[subject.scale_policy])) for part in parts.values())
+    return all(part.equals(Truth(POLICIES[subject.policy])) for part in parts.values())
 
 
 def parts_of(case: Case, body: RuntimeCase, subject: Subject) -> dict[str, Part]:
@@ -180,12 +200,12 @@ def materials(case: Case, body: RuntimeCase) -> tuple[Material, Material]:
 
 def is_right(body: RuntimeCase, material: Material, subject: Subject) -> bool:
     """Whether the subject's output with these tensors is the truth's; raises what the subject raises."""
-    return _part(body, material, subject).equals(Truth(POLICIES[subject.scale_policy]))
+    return _part(body, material, subject).equals(Truth(POLICIES[subject.policy]))
 
 
 def _part(body: RuntimeCase, material: Material, subject: Subject) -> Part:
     got = observe(body, material, subject)[0].double()
-    truth = Truth(POLICIES[subject.scale_policy])
+    truth = Truth(POLICIES[subject.policy])
     want = forward(truth, body, material)
     assert want is not None
     arithmetic = subject.arithmetic(body.layer.kind, body.dtype)
@@ -222,23 +242,27 @@ def equal(parts: Mapping[str, Part], candidates: Iterator[tuple[str, Truth]]) ->
 def pair_faults() -> dict[str, type[Truth]]:
     """Two faults at once, where they get different steps wrong."""
     return {
-        f"{one} and {two}": type("Pair", (type(FAULTS[one]), type(FAULTS[two])), {})
+        f"{one} and {two}": type("Pair", tuple(sorted(kinds, key=lambda kind: issubclass(kind, Apart))), {})
         for one, two in combinations(FAULTS, 2)
-        if not _steps(one) & _steps(two)
+        if not _steps(*(kinds := (type(FAULTS[one]), type(FAULTS[two])))) & _steps(*reversed(kinds)) - CHAINED
     }
 
 
-def _steps(name: str) -> set[str]:
-    """The methods of the truth that a fault has its own of."""
-    kinds = [kind for kind in type(FAULTS[name]).__mro__ if kind not in (Truth, *Truth.__mro__)]
-    return {step for kind in kinds for step in vars(kind) if not step.startswith("__")}
+def _steps(kind: type[Truth], other: type[Truth]) -> set[str]:
+    """The methods of the truth that a fault has its own of, not shared with the other."""
+    own = [base for base in kind.__mro__ if base not in other.__mro__]
+    return {step for base in own for step in vars(base) if not step.startswith("__")}
 
 
 def describe(body: RuntimeCase, part: Part) -> str:
     """What the subject's delta looks like beside the right one."""
     got, want = part.got, part.want
     if got.shape != want.shape:
-        return f"shape {tuple(got.shape)} for {tuple(want.shape)}"
+        shapes = f"shape {tuple(got.shape)} for {tuple(want.shape)}"
+        same = got.numel() == want.numel() and bool(
+            ((got.flatten() - want.flatten()).abs() <= part.allowed.flatten()).all()
+        )
+        return f"the right numbers in {shapes}" if same else shapes
     if not got.isfinite().all():
         return "not finite"
     if not got.any():

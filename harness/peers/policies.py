@@ -1,4 +1,4 @@
-"""Where implementations agree to differ: how a peer turns alpha into a scale; each is judged by its own rule."""
+"""Where implementations agree to differ (`reference.factors.Policy`): each peer is judged by its own rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fulldiff.reference.truth import POLICIES
 found = {}
 for name in sys.argv[1:]:
     try:
-        found[name] = asdict(POLICIES[subject(name).scale_policy])
+        found[name] = asdict(POLICIES[subject(name).policy])
     except SubjectError:
         pass
 print("\\n" + json.dumps(found))
@@ -28,11 +28,15 @@ WORDS = {
     ("rank_from", "w2"): "w2's",
     ("zero_alpha", "zero"): "no delta",
     ("zero_alpha", "one"): "scale 1",
+    ("dora_after", "base"): "taken from the base weight",
+    ("dora_after", "scaling"): "scales them too, by the norm of base and its own delta",
+    ("dora_after", "current"): "taken from what they made of the weight",
 }
 COLUMNS = {
     "both_full": "scale of a LoKr of two full factors",
     "rank_from": "rank if w1's and w2's differ",
     "zero_alpha": "alpha = 0",
+    "dora_after": "a DoRA behind other adapters",
 }
 
 

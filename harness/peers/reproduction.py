@@ -34,7 +34,7 @@ def script(case: Case, peer: str, subject: Subject, what: str) -> str:
     template, body = TEMPLATES[peer], case.body
     assert isinstance(body, RuntimeCase)
     material = showing(case, body, subject)
-    want = forward(Truth(POLICIES[subject.scale_policy]), body, material)
+    want = forward(Truth(POLICIES[subject.policy]), body, material)
     assert want is not None
     steps = template.steps(loaded(body, material), material.weight)
     return SCRIPT.format(
@@ -70,7 +70,7 @@ def _layout(x: Tensor, layout: Layout) -> str:
 def _allowed(body: RuntimeCase, material: Material, subject: Subject) -> float:
     """The largest error that rounding explains; none where all numbers are exact."""
     arithmetic = subject.arithmetic(body.layer.kind, body.dtype)
-    errors = rounding(Truth(POLICIES[subject.scale_policy]), body, material, arithmetic)
+    errors = rounding(Truth(POLICIES[subject.policy]), body, material, arithmetic)
     return 0.0 if body.values == "exact" or not errors.numel() else float(errors.max())
 
 

@@ -48,8 +48,8 @@ class Adapter:
 class Subject(ABC):
     """An implementation under test."""
 
-    scale_policy: str = "default"
-    """The rule of fulldiff.reference.truth.POLICIES by which it turns alpha into a scale."""
+    policy: str = "default"
+    """The rule of fulldiff.reference.truth.POLICIES by which it turns alpha into a scale and joins a DoRA to others."""
 
     files: Sequence[str] = ()
     """Files beside its Python code that make it what it is: with another content it is another subject."""

@@ -1,7 +1,7 @@
 """Subject ``program:COMMAND``: any program, in any language, that computes a layer with its adapters.
 
 It reads one JSON object a line from stdin and answers with one a line on stdout; what else it prints belongs
-on stderr. Its first line, before any request, is ``{"fulldiff": 1, "scale_policy": "default"}``: the version of
+on stderr. Its first line, before any request, is ``{"fulldiff": 1, "policy": "default"}``: the version of
 this protocol, and the rule by which it turns alpha into a scale (see reference/factors.py's POLICIES).
 
 A request names the layer, the adapters in order, and two safetensors files::
@@ -57,7 +57,7 @@ class Program(Stacked):
         hello = self._line()
         if hello.get("fulldiff") != VERSION:
             raise ImportError(f'{command}: its first line is not {{"fulldiff": {VERSION}, …}} but {hello}')
-        self.scale_policy = hello.get("scale_policy", self.scale_policy)
+        self.policy = hello.get("policy", self.policy)
 
     def forward(self, module: nn.Module, adapters: Sequence[Adapter], base: Forward) -> Forward:
         def forward(x: Tensor) -> Tensor:

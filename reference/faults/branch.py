@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fulldiff.reference.faults.registry import fault
 from fulldiff.reference.layers import LayerLike, apply
-from fulldiff.reference.truth import Factors, Truth
+from fulldiff.reference.truth import Factors, Parts, Truth
 
 
 def _except(layer: LayerLike, **changes: Any) -> Any:
@@ -20,84 +20,108 @@ def _except(layer: LayerLike, **changes: Any) -> Any:
     return SimpleNamespace(**{name: getattr(layer, name) for name in names} | changes)
 
 
-class _Apart(Truth):
-    """Base and delta applied apart, as runtime implementations do; subclasses spoil `branch`."""
+class Apart(Truth):
+    """Base and deltas applied apart, as runtime implementations do; subclasses spoil `branch`, or the layer of it."""
 
-    def output(
-        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, deltas: Sequence[Tensor], x: Tensor
-    ) -> Tensor:
+    def output(self, layer: LayerLike, weight: Tensor, bias: Tensor | None, parts: Parts, x: Tensor) -> Tensor:
         y = apply(layer, weight, bias, x)
-        for delta in deltas:
-            y = y + self.branch(layer, delta, bias, x, y)
+        for adapter, delta in parts:
+            if self.scales_output(adapter, weight):
+                # m / ‖V‖ · (y − bias) has the base's own padding and dilation; the low-rank part alone is a branch.
+                growth = _along_channels(layer, self.growth(adapter, weight).flatten(), y)
+                offset = 0.0 if bias is None else _along_channels(layer, bias, y)
+                y = offset + growth * (y - offset)
+                low_rank = self.scale(adapter) * self.product(adapter, weight.shape)
+                y = y + growth * self.branch(layer, adapter, low_rank, None, x, y)
+            else:
+                y = y + self.branch(layer, adapter, delta, bias, x, y)
         return y
 
-    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
-        return apply(layer, delta, None, x)
+    def scales_output(self, adapter: Factors, weight: Tensor) -> bool:
+        """Whether a DoRA is done as a factor per output row, which its policy has it scale everything by."""
+        if self.policy.dora_after != "scaling" or "dora_scale" not in adapter.tensors:
+            return False
+        return adapter.strength == 1 and not adapter.rows and self.magnitude(adapter, weight.shape).shape[1] == 1
 
-
-@fault("bias-twice")
-class BiasTwice(_Apart):
-    """The delta's branch adds the layer's bias again."""
-
-    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
-        return apply(layer, delta, bias, x)
-
-
-@fault("delta-padding-mode-zeros")
-class DeltaPaddingModeZeros(_Apart):
-    """The delta's branch pads with zeros whatever the layer's padding mode."""
-
-    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
-        return apply(_except(layer, padding_mode="zeros"), delta, None, x)
-
-
-@fault("padding-mode-zeros")
-class PaddingModeZeros(Truth):
-    """The layer with its new weight pads with zeros whatever its padding mode, the base's part too."""
-
-    def output(
-        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, deltas: Sequence[Tensor], x: Tensor
+    def branch(
+        self, layer: LayerLike, adapter: Factors, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor
     ) -> Tensor:
-        plain = _except(layer, padding_mode="zeros") if deltas else layer
-        return super().output(plain, weight, bias, deltas, x)
+        """What is added to ``y``: cut to its size, or broadcast where that is 1."""
+        return _cut(layer, apply(self.own(layer, adapter), delta, None, x), y)
+
+    def own(self, layer: LayerLike, adapter: Factors) -> LayerLike:
+        """The layer that the adapter's branch is."""
+        return layer
 
 
-@fault("delta-dilation-ignored")
-class DeltaDilationIgnored(_Apart):
-    """The delta's kernel not dilated: the larger output cut to size, or broadcast where the base's size is 1."""
-
-    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
-        return _undilated(layer, delta, x, y)
+def _along_channels(layer: LayerLike, numbers: Tensor, y: Tensor) -> Tensor:
+    """A number per channel of ``y``, so that it multiplies it."""
+    return numbers if layer.kind == "linear" else numbers.reshape(-1, *[1] * len(layer.kernel))
 
 
-def _undilated(layer: LayerLike, delta: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The delta's output without dilation, cut to the size of ``y``, or whole along a dimension of size 1."""
-    wrong = apply(_except(layer, dilation=[1] * len(layer.dilation)), delta, None, x)
+def _cut(layer: LayerLike, wrong: Tensor, y: Tensor) -> Tensor:
+    """An output cut to the size of ``y``, or whole along a dimension where that is 1."""
     spatial = [slice(None if size == 1 else size) for size in y.shape[2:]]
     return wrong if layer.kind == "linear" else wrong[(slice(None), slice(None), *spatial)]
 
 
-@fault("lora-dilation-ignored")
-class LoraDilationIgnored(Truth):
-    """The same, of a LoRA alone: its two convolutions are made without dilation (PEFT 0.21.2, LyCORIS's bypass)."""
+@fault("bias-twice")
+class BiasTwice(Apart):
+    """The delta's branch adds the layer's bias again."""
+
+    def branch(
+        self, layer: LayerLike, adapter: Factors, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor
+    ) -> Tensor:
+        return _cut(layer, apply(self.own(layer, adapter), delta, bias, x), y)
+
+
+@fault("delta-padding-mode-zeros")
+class DeltaPaddingModeZeros(Apart):
+    """The delta's branch pads with zeros whatever the layer's padding mode."""
+
+    def own(self, layer: LayerLike, adapter: Factors) -> LayerLike:
+        return _except(super().own(layer, adapter), padding_mode="zeros")
+
+
+@fault("padding-mode-zeros")
+class PaddingModeZeros(Truth):
+    """The layer pads with zeros whatever its padding mode, the base's part too, and at strength 0 (LyCORIS's diff)."""
 
     def forward(
         self, layer: LayerLike, weight: Tensor, bias: Tensor | None, adapters: Sequence[Factors], x: Tensor
     ) -> Tensor:
-        wrong = [a for a in adapters if a.kind == "lora" and a.strength and "dora_scale" not in a.tensors]
-        for adapter in wrong:
-            bias = self.add_bias(bias, adapter, weight)
-        right = super().forward(layer, weight, bias, [a for a in adapters if all(a is not other for other in wrong)], x)
-        return sum((_undilated(layer, self.delta(a, weight), x, right) for a in wrong), start=right)
+        plain = _except(layer, padding_mode="zeros") if adapters else layer
+        return super().forward(plain, weight, bias, adapters, x)
+
+
+@fault("delta-dilation-ignored")
+class DeltaDilationIgnored(Apart):
+    """The delta's kernel not dilated: the larger output cut to size, or broadcast where the base's size is 1."""
+
+    def own(self, layer: LayerLike, adapter: Factors) -> LayerLike:
+        return _except(super().own(layer, adapter), dilation=[1] * len(layer.dilation))
+
+
+@fault("lora-dilation-ignored")
+class LoraDilationIgnored(Apart):
+    """The same, of a LoRA alone: its two convolutions are made without dilation (PEFT 0.21.2, LyCORIS's bypass)."""
+
+    def own(self, layer: LayerLike, adapter: Factors) -> LayerLike:
+        whole = "dora_scale" in adapter.tensors and self.policy.dora_after != "scaling"  # its weight is built
+        plain = {"dilation": [1] * len(layer.dilation)} if adapter.kind == "lora" and not whole else {}
+        return _except(super().own(layer, adapter), **plain)
 
 
 @fault("stride-before-kernel")
-class StrideBeforeKernel(_Apart):
+class StrideBeforeKernel(Apart):
     """The stride on the 1×1 down projection, the kernel then unstrided (D8), cut to size."""
 
-    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+    def branch(
+        self, layer: LayerLike, adapter: Factors, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor
+    ) -> Tensor:
+        layer = self.own(layer, adapter)
         if layer.kind == "linear" or max(layer.stride) == 1:
-            return apply(layer, delta, None, x)
+            return _cut(layer, apply(layer, delta, None, x), y)
         coarse = x[(slice(None), slice(None), *(slice(None, None, s) for s in layer.stride))]
         sizes = zip(coarse.shape[2:], layer.padding, layer.dilation, layer.kernel, strict=True)
         if any(n + 2 * p < d * (k - 1) + 1 for n, p, d, k in sizes) or layer.padding_mode != "zeros":
@@ -110,55 +134,67 @@ class StrideBeforeKernel(_Apart):
 
 
 @fault("first-group-input")
-class FirstGroupInput(_Apart):
+class FirstGroupInput(Apart):
     """Every group's delta applied to the first group's input channels (a bypass without groups)."""
 
-    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
-        if layer.groups == 1:
-            return apply(layer, delta, None, x)
-        return apply(_except(layer, groups=1), delta, None, x[:, : delta.shape[1]])
+    def branch(
+        self, layer: LayerLike, adapter: Factors, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor
+    ) -> Tensor:
+        if layer.groups > 1:
+            layer, x = _except(layer, groups=1), x[:, : delta.shape[1]]
+        return super().branch(layer, adapter, delta, bias, x, y)
 
 
 @fault("first-batch-only")
-class FirstBatchOnly(_Apart):
+class FirstBatchOnly(Apart):
     """Only the first item of the batch (or first leading index) gets the delta (D3, D4)."""
 
-    def branch(self, layer: LayerLike, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
-        branch = apply(layer, delta, None, x)
+    def branch(
+        self, layer: LayerLike, adapter: Factors, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor
+    ) -> Tensor:
+        branch = super().branch(layer, adapter, delta, bias, x, y).clone()
         if branch.dim() > 1:
             branch[1:] = 0
         return branch
 
 
 @fault("kron-groups-in-w2")
-class KronGroupsInW2(Truth):
-    """A LoKr on a grouped convolution run as w1 over all channels and a grouped w2 (LyCORIS 4.1.3's bypass).
+class KronGroupsInW2(Apart):
+    """A LoKr on a grouped convolution run as w1 over all channels and a grouped w2, or w2_b (LyCORIS 4.1.3's bypass).
 
-    Output channel i·vp+j then reads, of every block k of w1, the channels of w2's own group of j.
+    Output channel i·vp+j then reads, of every block k of w1, the channels of the group that w2 has row j in, or that
+    w2_b has each of its rows in.
     """
 
-    def forward(
-        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, adapters: Sequence[Factors], x: Tensor
+    def branch(
+        self, layer: LayerLike, adapter: Factors, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor
     ) -> Tensor:
-        wrong = [self._ungrouped(layer, weight, adapter) for adapter in adapters]
-        right = [adapter for adapter, delta in zip(adapters, wrong, strict=True) if delta is None]
-        y = super().forward(layer, weight, bias, right, x)
-        for delta in wrong:
-            y = y if delta is None else y + apply(_except(layer, groups=1), delta, None, x)
-        return y
+        wrong = self._ungrouped(layer, adapter, delta.shape)
+        if wrong is None:
+            return super().branch(layer, adapter, delta, bias, x, y)
+        return _cut(layer, apply(_except(self.own(layer, adapter), groups=1), wrong, None, x), y)
 
-    def _ungrouped(self, layer: LayerLike, weight: Tensor, adapter: Factors) -> Tensor | None:
+    def _ungrouped(self, layer: LayerLike, adapter: Factors, shape: Sequence[int]) -> Tensor | None:
         """What it multiplies with, as a weight (out, in, *kernel) without groups; None where groups play no part."""
         t = adapter.tensors
         if layer.groups == 1 or adapter.kind != "lokr" or adapter.rows or "dora_scale" in t or not adapter.strength:
             return None
         w1 = self.w1(t)
-        w2 = self.w2(t, w1, weight.shape)
-        if w2.shape[0] % layer.groups:
+        w2 = self.w2(t, w1, shape)
+        low_rank = "lokr_w2_b" in t and "lokr_t2" not in t
+        grouped = t["lokr_w2_b"].reshape(-1, *w2.shape[1:]) if low_rank else w2
+        if grouped.shape[0] % layer.groups:
             return None
-        # (groups, vp / groups, groups, vq, *kernel): w2 on the diagonal of the two axes of groups.
-        grouped = w2.unflatten(0, (layer.groups, -1))
-        spread = grouped.new_zeros(*grouped.shape[:2], layer.groups, *grouped.shape[2:])
-        for group in range(layer.groups):
-            spread[group, :, group] = grouped[group]
-        return self.strength(adapter) * self.scale(adapter) * self.kron(w1, spread.flatten(2, 3).flatten(0, 1))
+        w2 = _spread(grouped, layer.groups)
+        if low_rank:
+            w2 = torch.einsum("pr,r...->p...", t["lokr_w2_a"], w2)
+        return self.strength(adapter) * self.scale(adapter) * self.kron(w1, w2)
+
+
+def _spread(grouped: Tensor, groups: int) -> Tensor:
+    """A grouped kernel (out, in, …) without groups: (out, groups · in, …), zero but for each row's own group."""
+    own = grouped.unflatten(0, (groups, -1))
+    spread = own.new_zeros(*own.shape[:2], groups, *own.shape[2:])
+    for group in range(groups):
+        spread[group, :, group] = own[group]
+    return spread.flatten(2, 3).flatten(0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -110,3 +111,29 @@ class DoraBaseNotRemoved(Truth):
         if "dora_scale" not in adapter.tensors:
             return super().change(adapter, weight)
         return self.strength(adapter) * self.dora(adapter, weight)
+
+
+# Behind other adapters: rules that some have (`Policy.dora_after`), wrong where a subject says that it has another.
+
+
+@fault("dora-of-current")
+class DoraOfCurrent(Truth):
+    """A DoRA behind other adapters taken from what they made of the weight, its norm too (ComfyUI's rule)."""
+
+    def delta_after(self, adapter: Factors, weight: Tensor, earlier: Tensor) -> Tensor:
+        return _under(self, "current", adapter, weight, earlier)
+
+
+@fault("dora-scales-earlier")
+class DoraScalesEarlier(Truth):
+    """A DoRA behind other adapters multiplies what they added as it does the base (PEFT's rule)."""
+
+    def delta_after(self, adapter: Factors, weight: Tensor, earlier: Tensor) -> Tensor:
+        return _under(self, "scaling", adapter, weight, earlier)
+
+
+def _under(
+    truth: Truth, rule: Literal["scaling", "current"], adapter: Factors, weight: Tensor, earlier: Tensor
+) -> Tensor:
+    """The delta under another rule."""
+    return Truth.delta_after(replace(truth, policy=replace(truth.policy, dora_after=rule)), adapter, weight, earlier)

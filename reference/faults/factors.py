@@ -60,12 +60,11 @@ class KernelNotLast(Truth):
 class KronNotUnsqueezed(Truth):
     """Conv1d with a full w2: the 2-D w1 aligned with w2's trailing dimensions (PEFT 0.21.2)."""
 
-    def kron(self, w1: Tensor, w2: Tensor) -> Tensor:
-        if w2.dim() != 3:
-            return super().kron(w1, w2)
-        blocks = torch.einsum("ik,lmn->limkn", w1, w2)
-        up, uq = w1.shape
-        return blocks.reshape(w2.shape[0] * up, uq * w2.shape[1], w2.shape[2])
+    def lokr(self, t: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+        if "lokr_w2" not in t or len(shape) != 3:
+            return super().lokr(t, shape)
+        w1 = self.w1(t)
+        return torch.einsum("ik,lmn->limkn", w1, self.w2(t, w1, shape)).reshape(tuple(shape))
 
 
 @fault("tucker-core-ignored")

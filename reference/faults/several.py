@@ -10,17 +10,17 @@ from torch import Tensor
 
 from fulldiff.reference.faults.registry import fault
 from fulldiff.reference.layers import LayerLike
-from fulldiff.reference.truth import Factors, Truth
+from fulldiff.reference.truth import Factors, Parts, Truth
 
 
 @fault("first-adapter-only")
 class FirstAdapterOnly(Truth):
     """Of several adapters on a layer only the first counts."""
 
-    def output(
-        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, deltas: Sequence[Tensor], x: Tensor
+    def forward(
+        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, adapters: Sequence[Factors], x: Tensor
     ) -> Tensor:
-        return super().output(layer, weight, bias, deltas[:1], x)
+        return super().forward(layer, weight, bias, [a for a in adapters if self.counts(a)][:1], x)
 
 
 @fault("last-adapter-only")
@@ -48,10 +48,8 @@ class LastStrengthForAll(Truth):
 class DeltaReplacesBase(Truth):
     """W' = ΔW: the base weight lost."""
 
-    def output(
-        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, deltas: Sequence[Tensor], x: Tensor
-    ) -> Tensor:
-        return super().output(layer, torch.zeros_like(weight) if deltas else weight, bias, deltas, x)
+    def output(self, layer: LayerLike, weight: Tensor, bias: Tensor | None, parts: Parts, x: Tensor) -> Tensor:
+        return super().output(layer, torch.zeros_like(weight) if parts else weight, bias, parts, x)
 
 
 @fault("first-kind-only")
@@ -63,6 +61,14 @@ class FirstKindOnly(Truth):
     ) -> Tensor:
         same = [adapter for adapter in adapters if adapter.kind == adapters[0].kind]
         return super().forward(layer, weight, bias, same, x)
+
+
+@fault("lokr-ignored")
+class LokrIgnored(Truth):
+    """A LoKr's factors read nowhere: it adds nothing (diffusers 0.42.1, of those with both factors low rank)."""
+
+    def counts(self, adapter: Factors) -> bool:
+        return adapter.kind != "lokr" and super().counts(adapter)
 
 
 @fault("bias-delta-ignored")

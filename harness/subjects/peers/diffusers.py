@@ -36,7 +36,7 @@ Z_IMAGE: dict[str, Any] = {
 class Diffusers(FileSubject):
     """Loaded and active, each at its weight (`set_adapters`)."""
 
-    scale_policy = "diffusers"
+    policy = "diffusers"
     family: Writer = "kohya"
     fuse = False
     save = False

@@ -23,7 +23,7 @@ CORES = {"lora_mid.weight", "lokr_t2", "hada_t1"}
 class Lycoris(Subject):
     """Every adapter's module applied with `apply_to`, taken off with `restore`."""
 
-    scale_policy = "lycoris"
+    policy = "lycoris"
     bypass = False
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ MODULES = {"lora": "locon", "loha": "loha", "lokr": "lokr"}
 class LycorisFile(Subject):
     """A network per adapter, from its file; applied with `apply_to`, taken off with `restore`."""
 
-    scale_policy = "lycoris"
+    policy = "lycoris"
     save = False
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def write_file(path: Path, weight: Tensor, adapter: Adapter) -> None:
 class LycorisFunctional(Stacked):
     """The sum of the layer's output and each adapter's `bypass_forward_diff`."""
 
-    scale_policy = "lycoris"
+    policy = "lycoris"
 
     def __init__(self) -> None:
         self.functions = {

@@ -25,7 +25,7 @@ LORA = {"lora_up.weight": "lora_B", "lora_down.weight": "lora_A"}
 class Peft(Subject):
     """Every adapter injected, active and unmerged."""
 
-    scale_policy = "peft"
+    policy = "peft"
     merge = False
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ FILE = "adapter_model.safetensors"
 class PeftFile(FileSubject):
     """Loaded, active and unmerged."""
 
-    scale_policy = "peft"
+    policy = "peft"
     merge = False
     save = False
 
