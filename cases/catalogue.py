@@ -142,6 +142,7 @@ def _corners() -> Named:
     conv, kernel = _conv_layer("conv2d", 8, 15), (3, 3)
     yield "empty-batch-conv2d", _conv(lokr((2, 3), (4, 5), kernel, w2_rank=2), conv, batch=0)
     yield "single-vector", _linear(low, 8, 15, ())
+    yield "single-vector-dora", _linear(dora(lora(8, 15, 2), (8, 1)), 8, 15, ())
     for strength in (0.0, -1.0, -0.25):
         adapter = lokr((2, 3), (4, 5), w2_rank=2, strength=strength)
         yield f"strength-{strength:g}", _linear(adapter, 8, 15, values="exact")
@@ -149,6 +150,7 @@ def _corners() -> Named:
         moved = dora(lora(8, 15, 2, alpha=Alpha("0d", 2.0), strength=strength), (8, 1))
         yield f"strength-{strength:g}-dora", _linear(moved, 8, 15)
     behind = (lora(8, 15, 4), dora(lora(8, 15, 2), (8, 1)))
+    yield "dora-behind-lokr", RuntimeCase(Layer("linear", 8, 15), (lokr((2, 3), (4, 5)), behind[1]), Input((3, 15)))
     yield "dora-behind-lora", RuntimeCase(Layer("linear", 8, 15), behind, Input((3, 15)))
     yield "strength-0.7-loha-f64", _linear(loha(8, 15, 2, strength=0.7, dtype="f64"), 8, 15, dtype="f64")
     unequal = lokr((2, 16), (640, 80))
@@ -185,6 +187,7 @@ def _groups_and_geometry() -> Named:
         layer = _conv_layer("conv2d", 8, 15, padding_mode=mode)
         yield f"padding-{mode}", _conv(low, layer, values="exact")
         yield f"padding-{mode}-diff", _conv(diff((8, 15, *kernel)), layer, values="exact")
+        yield f"padding-{mode}-lora", _conv(lora(8, 15, 2, kernel), layer, values="exact")
     dilated = _conv_layer("conv2d", 8, 15, stride=2, dilation=(2, 1))
     yield "stride-and-dilation", _conv(low, dilated, size=8, values="exact")
     yield "channels-last", _conv(low, _conv_layer("conv2d", 8, 15), batch=2, layout="channels_last")

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from fulldiff.cases.model import Case, CaseError, case_id, decode
 from fulldiff.harness.manager import Worker
-from fulldiff.harness.protocol import LoadCode
+from fulldiff.harness.protocol import Judgement, LoadCode
 from fulldiff.harness.results import Environment, Planned, Result, Store
 from fulldiff.harness.search import FINE, Engine, Search, save
 from fulldiff.harness.shards import WHOLE, Shard, has, suffix
@@ -50,7 +50,7 @@ class Expectation:
     """A known failure: cases whose id or name matches ``pattern`` end as ``outcome``, and why.
 
     ``pinned`` is the example that shows it: a named case, or a case's JSON file. ``message``, if there is one, is a
-    part of what the failure must say.
+    part of what the failure must say, or of the claim that it breaks. What is expected to be wrong may not be finite.
     """
 
     pattern: str
@@ -65,8 +65,12 @@ class Expectation:
         return any(fnmatch.fnmatchcase(name, self.pattern) for name in named)
 
     def excuses(self, result: Result) -> bool:
-        judgement = result.judgement
-        return self.matches(result) and self.outcome == judgement.outcome and self.message in judgement.message
+        return self.matches(result) and self.met_by(result.judgement)
+
+    def met_by(self, judgement: Judgement) -> bool:
+        said = judgement.message + (judgement.claim.name if judgement.claim else "")
+        outcomes = ("wrong", "not finite") if self.outcome == "wrong" else (self.outcome,)
+        return judgement.outcome in outcomes and self.message in said
 
 
 class ExpectationError(ValueError):
@@ -157,11 +161,11 @@ def excused(result: Result, known: Sequence[Expectation]) -> bool:
 
 def stale(known: Sequence[Expectation], results: Sequence[Result]) -> list[str]:
     """Expectations whose pinned example no longer ends as expected."""
-    ends = {result.name: result.judgement.outcome for result in results if result.name}
+    ends = {result.name: result.judgement for result in results if result.name}
     return [
         f"{entry.pattern}: its pinned example {entry.pinned} is no longer {entry.outcome}"
         for entry in known
-        if entry.pinned in ends and ends[entry.pinned] != entry.outcome
+        if entry.pinned in ends and not entry.met_by(ends[entry.pinned])
     ]
 
 

@@ -131,13 +131,12 @@ def _sized(
 
 def delta_sizes(truth: Truth, weight: Tensor, adapters: Sequence[Factors], power: int, error: float) -> list[Tensor]:
     """Each delta with every number replaced by its magnitude to the ``power``, in the weight's shape."""
-    base = weight.abs() ** power
-    sizes, made = {"base": base, "current": base}, []
+    sizes, made = dict.fromkeys(("base", "current"), weight.abs() ** power), []
     for adapter, *ground in _grounds(truth, adapters, weight):
         rows, factor = truth.rows(adapter, weight), abs(truth.strength(adapter)) ** power
-        numbers = [(at[rows], sizes[name][rows]) for name, at in ground]
+        base, start = ((numbers[rows], sizes[name][rows]) for name, numbers in ground)
         size = torch.zeros_like(weight)
-        size[rows] = factor * _delta_size(truth, adapter, *numbers, power, error)
+        size[rows] = factor * _delta_size(truth, adapter, base, start, power, error)
         made.append(size)
         sizes["current"] = sizes["current"] + size
     return made

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fulldiff.cases.catalogue import CATALOGUE, pinned
 from fulldiff.cases.factors import lokr, lora
 from fulldiff.cases.model import Alpha, Case, Input, Layer, RuntimeCase, numel
-from fulldiff.harness.peers.diagnosis import diagnose, forward
+from fulldiff.harness.peers.diagnosis import ALONE, diagnose, forward, parts_of
 from fulldiff.harness.realise import realise
 from fulldiff.harness.subjects import full_diff
 from fulldiff.harness.subjects.base import Adapter, Detach, Subject, replace_forward
@@ -76,6 +76,13 @@ def test_what_gives_nan_where_a_number_is_right_explains_nothing() -> None:
     assert not diagnose(case, Third(), closer=False).equals
 
 
+class By(Faulty):
+    """Any way of computing."""
+
+    def __init__(self, truth: Truth) -> None:
+        self.truth = truth
+
+
 class FirstRowsOnly(Subject):
     """An output whose rows but the first two are those of the bare layer."""
 
@@ -117,6 +124,24 @@ def test_a_factor_that_is_not_read_is_named(drawn: bool) -> None:
     assert str(diagnose(CATALOGUE[SMALL], Unloaded(drawn))) == f"unread: lokr_w2_a without effect{more}"
 
 
+def test_a_pair_that_spoils_one_branch_is_named() -> None:
+    """Both change the layer of the delta's branch."""
+    layer = Layer("conv2d", 12, 24, (3, 3), (1, 1), (1, 1), (1, 1), groups=2, padding_mode="circular")
+    case = Case(RuntimeCase(layer, (lokr((3, 2), (8, 3), (3, 3), w2_rank=2),), Input((1, 12, 4, 4))), 3)
+    pair = type("Pair", (type(FAULTS["delta-padding-mode-zeros"]), type(FAULTS["kron-groups-in-w2"])), {})()
+    found = diagnose(case, By(pair))
+    assert found.equals == ("delta-padding-mode-zeros and kron-groups-in-w2",)
+
+
+def test_what_overflows_in_f16_is_diagnosed_in_f32() -> None:
+    """alpha / rank is 256, and the square of that 65536: more than f16 holds."""
+    adapter = lora(4, 4, 1, alpha=Alpha("0d", 256))
+    case = Case(RuntimeCase(Layer("linear", 4, 4), (adapter,), Input((3, 4)), dtype="f16"), 1)
+    found = diagnose(case, By(FAULTS["scale-twice"]), closer=False)
+    assert parts_of(case, case.body, By(FAULTS["scale-twice"]))[ALONE].got.isinf().any()  # type: ignore[arg-type]
+    assert found.equals[0] == "scale-twice"
+
+
 def test_rows_are_told_of_an_output_of_one_dimension() -> None:
     case = CATALOGUE[SMALL]
     assert isinstance(case.body, RuntimeCase)
@@ -141,6 +166,13 @@ def test_an_output_that_is_broadcast_is_diagnosed() -> None:
         ("lycoris-file", "strength-0-dora", "dora-strength-on-magnitude"),
         ("lycoris-file", "d10-lora-and-diff", "last-adapter-only"),
         ("lycoris-file", "padding-circular-diff", "padding-mode-zeros"),
+        ("lycoris-merge", "lokr-scale-squared-overflows", "scale-twice-but-lora"),
+        ("lycoris-bypass", "lokr-overflows-at-strength-0", "not finite in f16, right in f32"),
+        ("peft-file", "single-vector-dora", "the right numbers in shape"),
+        ("peft-file", "dora-behind-lora", "right: within the budget"),
+        ("peft-unloaded", "dora-behind-lora", "right: within the budget"),
+        ("diffusers", "form-w1factored-lowrank-linear-f64-exact", "unread: other numbers each time"),
+        ("diffusers-fused", "dora-behind-lokr", "dora-of-current"),
     ],
 )
 def test_a_peer_is_diagnosed(peer: str, label: str, words: str) -> None:
@@ -148,4 +180,4 @@ def test_a_peer_is_diagnosed(peer: str, label: str, words: str) -> None:
         made = subject(peer)
     except SubjectError as absent:
         pytest.skip(str(absent))
-    assert words in str(diagnose(NAMED[label], made, closer=False))
+    assert words in str(diagnose(NAMED[label], made))

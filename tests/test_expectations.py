@@ -20,8 +20,9 @@ from fulldiff.harness.conform import (
     expectations,
     named_case,
     show,
+    stale,
 )
-from fulldiff.harness.protocol import Judgement
+from fulldiff.harness.protocol import Claim, Judgement
 from fulldiff.harness.results import Result
 
 FILES = [file for file in (files("fulldiff.cases") / "expectations").iterdir() if file.name.endswith(".toml")]
@@ -56,6 +57,14 @@ def test_what_is_expected_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{max(outcome.excused.values())} wrong: rank 1 is not scaled" in printed and "FAILED" not in printed
 
 
+def test_what_an_entry_says_may_be_the_broken_claim() -> None:
+    case = CATALOGUE["single-vector-dora"]
+    entry = Expectation("*", "wrong", "a dimension more", message="shape and dtype")
+    for name, excused in (("output: shape and dtype", True), ("output: each element", False)):
+        judgement = Judgement("wrong", claim=Claim(name, False, 1.0))
+        assert entry.excuses(Result(case_id(case), "x", "cpu", case, judgement)) == excused
+
+
 def test_a_backend_s_subject_has_the_expectations_of_every_backend_too() -> None:
     everywhere, vulkan = expectations("ggml-sdcpp-order"), expectations("ggml-sdcpp-order@vulkan")
     assert everywhere and vulkan[: len(everywhere)] == everywhere and len(vulkan) > len(everywhere)
@@ -78,6 +87,18 @@ def test_an_expectation_s_message_is_a_part_of_what_was_said() -> None:
     assert Expectation("*", "raised", "r", message="TypeError").excuses(result)
     assert not Expectation("*", "raised", "r", message="KeyError").excuses(result)
     assert not Expectation("*", "wrong", "r").excuses(result)
+
+
+def test_what_is_expected_to_be_wrong_may_not_be_finite_but_not_the_other_way() -> None:
+    assert Expectation("*", "wrong", "r").met_by(Judgement("not finite"))
+    assert not Expectation("*", "not finite", "r").met_by(Judgement("wrong"))
+
+
+def test_an_expectation_goes_stale_when_its_pinned_example_says_something_else() -> None:
+    case = CATALOGUE["d7-rank-1"]
+    entries = [Expectation("*", "raised", "r", "d7-rank-1", message=said) for said in ("TypeError", "KeyError")]
+    result = Result(case_id(case), "s", "cpu", case, Judgement("raised", message="TypeError: 1"), "d7-rank-1")
+    assert stale(entries, [result]) == ["*: its pinned example d7-rank-1 is no longer raised"]
 
 
 def test_an_expectation_goes_stale_when_its_pinned_example_passes(tmp_path: Path) -> None:

@@ -178,13 +178,15 @@ def test_a_reproduction_is_named_after_the_cause() -> None:
         "equals: kron-not-unsqueezed or kron-swapped",
         "raised at lokr.py:20: RuntimeError",
         "unknown (x)",
-        "unread: alpha",
+        "unread: lokr_w1, alpha without effect, other numbers each time",
+        "unread: other numbers each time",
     ]
     assert [reporting.slug(cause) for cause in causes] == [
         "kron-not-unsqueezed",
         "raised-at-lokr-py-20",
         "unknown",
-        "unread",
+        "unread-lokr-w1-alpha",
+        "unread-other-numbers-each-time",
     ]
 
 

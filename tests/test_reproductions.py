@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fulldiff.cases.catalogue import CATALOGUE
+from fulldiff.cases.catalogue import CATALOGUE, pinned
 from fulldiff.cases.model import DTYPES, Layout, RuntimeCase
 from fulldiff.harness.peers import reproduction
 from fulldiff.harness.peers.confirm import confirm, last_line
@@ -71,6 +71,12 @@ def test_a_script_says_whether_the_peer_is_right(
     assert (made.confirmed, made.said) == (confirmed, said)
 
 
+def test_not_a_number_where_one_is_right_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduction, "TEMPLATES", {"mine": Template("", "", lambda *_: ["return base(x) * nan"])})
+    text = script(CATALOGUE["d7-rank-1-lora"], "mine", Faulty("scale-twice"), "")
+    assert confirm(text).confirmed
+
+
 def test_a_script_that_cannot_run_confirms_nothing() -> None:
     made = confirm("import nothing_of_that_name\n")
     assert not made.confirmed
@@ -112,6 +118,7 @@ def test_a_peer_without_a_template_is_named() -> None:
         ("lycoris-merge", "d1-low-rank-square", "differs"),
         ("peft-file", "form-w1full-full-conv1d-f64-exact", "differs"),
         ("peft-unloaded", "form-dora-out-1d-linear-f64-normal", "right"),
+        ("lycoris-bypass", "lokr-overflows-at-strength-0", "differs"),
         ("lycoris-file", "alpha-absent", "raised TypeError"),
         ("lycoris-functional", "d13-tucker-w1full", "differs"),
         ("diffusers", "form-w1factored-lowrank-linear-f32-exact", "differs"),
@@ -124,4 +131,4 @@ def test_a_script_of_a_peer_shows_what_it_does(peer: str, label: str, said: str)
     except SubjectError as absent:
         pytest.skip(str(absent))
     assert peer in TEMPLATES
-    assert confirm(script(CATALOGUE[label], peer, made, label)).said == said
+    assert confirm(script(pinned()[label], peer, made, label)).said == said

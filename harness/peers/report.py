@@ -164,10 +164,11 @@ def confirmed(found: Sequence[Finding], worker: Worker, progress: Callable[[], N
 
 
 def slug(cause: str) -> str:
-    """A name that stays the same from run to run: the first fault's name, or where it raised."""
-    if not cause.startswith(("equals: ", "raised at ", "crashed at ")):
-        return "unread" if cause.startswith("unread: ") else "unknown"
-    first = cause.removeprefix("equals: ").split(" or ")[0].split(": ")[0]
+    """A name that stays the same from run to run: the first fault's name, what is unread, or where it raised."""
+    if not cause.startswith(("equals: ", "raised at ", "crashed at ", "unread: ")):
+        return "unknown"
+    first = cause.removeprefix("equals: ").replace("unread: ", "unread ").split(" or ")[0].split(": ")[0]
+    first = first.split(" without effect")[0]
     return re.sub("[^a-z0-9]+", "-", first.lower()).strip("-")
 
 
@@ -226,7 +227,9 @@ def _row(finding: Finding) -> dict[str, str]:
     smallest = finding.smallest
     judgement = smallest.judgement
     claim = judgement.claim
-    numbers = f"{claim.want} / {claim.got}" if claim else judgement.message.replace("|", "/").replace("\n", " ")[:160]
+    said = judgement.message.replace("|", "/").replace("\n", " ")[:160]
+    errors = f"RMS error at most {claim.budget} / {claim.error}" if claim else ""
+    numbers = said if claim is None else f"{claim.want} / {claim.got}" if claim.got else errors
     return {
         "cause": finding.cause,
         "diagnosed cases": str(len(finding.results)),

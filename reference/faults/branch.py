@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from fulldiff.reference.layers import LayerLike, apply
 from fulldiff.reference.truth import Factors, Parts, Truth
 
 
-def _except(layer: LayerLike, **changes: Any) -> Any:
+def _except(layer: LayerLike, **changes: Any) -> LayerLike:
     """The layer with some fields changed."""
     names = ("kind", "kernel", "stride", "padding", "dilation", "padding_mode", "groups")
-    return SimpleNamespace(**{name: getattr(layer, name) for name in names} | changes)
+    return cast(LayerLike, SimpleNamespace(**{name: getattr(layer, name) for name in names} | changes))
 
 
 class Apart(Truth):
@@ -193,8 +193,8 @@ class KronGroupsInW2(Apart):
 
 def _spread(grouped: Tensor, groups: int) -> Tensor:
     """A grouped kernel (out, in, …) without groups: (out, groups · in, …), zero but for each row's own group."""
-    own = grouped.unflatten(0, (groups, -1))
-    spread = own.new_zeros(*own.shape[:2], groups, *own.shape[2:])
+    own: Tensor = grouped.unflatten(0, (groups, -1))
+    spread: Tensor = own.new_zeros(*own.shape[:2], groups, *own.shape[2:])
     for group in range(groups):
         spread[group, :, group] = own[group]
     return spread.flatten(2, 3).flatten(0, 1)
