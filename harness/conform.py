@@ -89,7 +89,12 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return not self.findings and not self.stale and self.counts["passed"] > 0
+        return not self.findings and not self.stale and not self.nothing_computed
+
+    @property
+    def nothing_computed(self) -> bool:
+        """Cases were run and none passed; a small enough shard has no case to run."""
+        return bool(self.counts) and not self.counts["passed"]
 
 
 def expectations(subject: str, path: Path | None = None) -> list[Expectation]:
@@ -189,7 +194,7 @@ def show(outcome: Outcome, subject: str, console: Console) -> None:
         console.print(f"  replay: fulldiff replay {outcome.paths[diagnosis]} --subject {subject}", soft_wrap=True)
     for line in outcome.stale:
         console.print(f"[bold red]STALE[/] expectation {line}", highlight=False)
-    if not outcome.counts["passed"]:
+    if outcome.nothing_computed:
         console.print(f"[bold red]FAILED[/] not one case passed: {subject} has computed nothing", highlight=False)
     console.print("ok" if outcome.ok else f"{len(outcome.findings)} findings, {len(outcome.stale)} stale expectations")
 

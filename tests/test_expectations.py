@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from importlib.resources import files
 from pathlib import Path
 
@@ -99,6 +100,15 @@ def test_an_expectation_goes_stale_when_its_pinned_example_says_something_else()
     entries = [Expectation("*", "raised", "r", "d7-rank-1", message=said) for said in ("TypeError", "KeyError")]
     result = Result(case_id(case), "s", "cpu", case, Judgement("raised", message="TypeError: 1"), "d7-rank-1")
     assert stale(entries, [result]) == ["*: its pinned example d7-rank-1 is no longer raised"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "ok"),
+    [({"passed": 1}, True), ({"refused": 3}, False), ({"unsupported": 1, "passed": 1}, True), ({}, True)],
+)
+def test_a_run_in_which_no_case_passed_is_not_ok_but_one_without_cases(counts: dict[str, int], ok: bool) -> None:
+    """The last is a shard of fewer cases than shards."""
+    assert Outcome(Counter(counts), {}, {}, [], Counter()).ok == ok
 
 
 def test_an_expectation_goes_stale_when_its_pinned_example_passes(tmp_path: Path) -> None:
