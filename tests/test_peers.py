@@ -173,6 +173,14 @@ def test_of_two_faults_that_explain_the_same_the_narrower_comes_first() -> None:
     assert found.cause == "equals: narrow or wide"
 
 
+def test_of_the_pairs_that_explain_the_same_the_one_of_known_faults_is_named() -> None:
+    single = (result(CATALOGUE["d7-rank-1"], "wrong"), Diagnosis(("a",)))
+    pair = (result(CATALOGUE["d10-lora-and-diff"], "wrong"), Diagnosis())
+    pairs = Diagnosis(("b and c", "a and c", "d and a"))
+    found = reporting.explained("peft", [single, pair], lambda one: pairs)
+    assert [finding.cause for finding in found] == ["equals: a", "equals: a and c or d and a"]
+
+
 def test_a_reproduction_is_named_after_the_cause() -> None:
     causes = [
         "equals: kron-not-unsqueezed or kron-swapped",

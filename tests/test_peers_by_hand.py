@@ -7,6 +7,7 @@ fails says that the peer is right now: then the finding goes. PEFT 0.21.2, LyCOR
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from fulldiff.harness.subjects.base import Adapter
 from fulldiff.harness.subjects.names import PEERS
 from fulldiff.harness.subjects.registry import SubjectError, subject
 from fulldiff.reference.faults import FAULTS
-from fulldiff.reference.truth import Truth
+from fulldiff.reference.truth import POLICIES, Truth
 
 REPORT = (Path(__file__).parents[1] / "reports" / "peers.md").read_text(encoding="utf-8")
 PEFT = "peft peft-merged peft-file peft-unloaded"
@@ -30,12 +31,13 @@ DECOMPOSED = other("lora", 2.0, up=[[2], [3]], down=[[1, 1]], alpha=1, dora_scal
 
 
 class Hand(NamedTuple):
-    """A setting, the peers (separated by spaces) that are wrong on it, and both outputs, flattened."""
+    """A setting, the peers (separated by spaces) that are wrong on it, both outputs flattened, and the peers' rule."""
 
     peers: str
     setting: Setting
     right: list[float]
     wrong: list[float]
+    policy: str = "default"
 
 
 # One input 3 long, kernel (1, 1) spread over 2: 1 + 4; next to each other: 1 + 2 and 2 + 4.
@@ -124,6 +126,30 @@ HANDS = {
         [3, 8, 4, 6], [3, 4, 4, 3],
     ),
     # ((1, 1), (2, 2)) + ((1, 2), (3, 4)), by columns; the LoKr, loaded second, is not there.
+    # V = (3, 4) in one column of norm 5, times 10: (6, 8). With a norm per row, 3 and 4, both are 10.
+    "dora-wrong-axis": Hand(
+        "lycoris-file",
+        linear(2, 1, other("lora", up=[[3], [4]], down=[[1]], alpha=1, dora_scale=[[10]])),
+        [6, 8], [10, 10],
+    ),
+    # C = W + ((3, 4), (4, 3)) = ((4, 6), (5, 3)), C + ΔW = ((6, 8), (8, 6)). By PEFT's rule m / ‖V‖, 1 and 2, scales
+    # that: ((6, 8), (16, 12)), by columns; fused, its own norms are taken, 10 and 10: ((3, 4), (8, 6)).
+    "dora-of-current": Hand(
+        "diffusers-fused",
+        linear(
+            2, 2,
+            lokr(w1=[[1]], w2=[[3, 4], [4, 3]]),
+            other("lora", up=[[2], [3]], down=[[1, 1]], alpha=1, dora_scale=[[5], [10]]),
+            weight=[[1, 2], [1, 0]],
+        ),
+        [6, 16, 8, 12], [3, 8, 4, 6], "diffusers",
+    ),
+    # 5 + 2 · 3; the LoKr is not there.
+    "lokr-ignored": Hand(
+        "diffusers diffusers-fused",
+        Setting(conv(1, 1, 1), (lokr(w1_a=[[1]], w1_b=[[1]], w2_a=[[2]], w2_b=[[3]]),), weight=[[[5]]]),
+        [11], [5],
+    ),
     "first-kind-only": Hand(
         "diffusers",
         linear(2, 2, lora(up=[[1], [2]], down=[[1, 1]]), lokr(w1_a=[[1]], w1_b=[[1]], w2=[[1, 2], [3, 4]])),
@@ -147,9 +173,10 @@ def through(peer: str, setting: Setting) -> Tensor:
 
 @pytest.mark.parametrize("fault", HANDS)
 def test_the_reference_and_its_fault_give_the_numbers_on_paper(fault: str) -> None:
-    _, setting, right, wrong = HANDS[fault]
-    assert setting.run(Truth()).flatten().tolist() == right
-    assert setting.run(FAULTS[fault]).flatten().tolist() == wrong
+    _, setting, right, wrong, rule = HANDS[fault]
+    policy = POLICIES[rule]
+    assert setting.run(Truth(policy)).flatten().tolist() == right
+    assert setting.run(replace(FAULTS[fault], policy=policy)).flatten().tolist() == wrong
 
 
 @pytest.mark.parametrize(
@@ -160,9 +187,10 @@ def test_a_peer_gives_the_wrong_numbers_on_paper(peer: str, fault: str) -> None:
 
 
 def accused(peer: str) -> set[str]:
-    """The single faults that the report says a peer equals, the first name of each finding; pairs are left out."""
+    """The faults that the report says a peer equals: the first name of each finding, both of a pair."""
     section = REPORT.partition(f"\n### {peer}\n")[2].partition("\n### ")[0]
-    return {name for name, _ in re.findall(r"^\| equals: ([a-z0-9-]+)( or [^|]*)? *\|", section, re.MULTILINE)}
+    first = re.findall(r"^\| equals: ([a-z0-9-]+)(?: and ([a-z0-9-]+))?(?: or [^|]*)? *\|", section, re.MULTILINE)
+    return {name for names in first for name in names if name}
 
 
 def test_no_peer_is_accused_of_a_kind_without_numbers_on_paper() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
 import pandas as pd
 
 from fulldiff.cases.model import RuntimeCase, numel
@@ -128,9 +129,11 @@ def explained(
 ) -> list[Finding]:
     """Group by cause; of the faults that equal a result, those that explain the most results are named.
 
-    What no single fault explains is looked at ``closer``, on the smallest of its results.
+    What no single fault explains is looked at ``closer``, on the smallest of its results; of several pairs those
+    with the most faults that the peer has singly are named.
     """
     made, left = [], diagnosed
+    single: set[str] = set()
     while counts := Counter(name for _, found in left for name in found.equals):
         cause, most = counts.most_common(1)[0]
         by_it = [(result, found) for result, found in left if cause in found.equals]
@@ -138,14 +141,23 @@ def explained(
         # The narrower of two faults is the later one in the reference's table.
         causes = " or ".join(n for n in reversed(by_it[0][1].equals) if counts[n] == most and n in common)
         made.append(Finding(peer, f"equals: {causes}", same))
+        single |= set(causes.split(" or "))
         left = [(result, found) for result, found in left if cause not in found.equals]
     unknown: dict[str, list[Result]] = defaultdict(list)
     for result, _ in left:
         unknown[failure(result)].append(result)
     described: dict[str, list[Result]] = defaultdict(list)
     for own in unknown.values():
-        described[str(closer(min(own, key=readability)))] += own
+        described[str(_likeliest(closer(min(own, key=readability)), single))] += own
     return made + [Finding(peer, cause, tuple(own)) for cause, own in described.items()]
+
+
+def _likeliest(found: Diagnosis, single: set[str]) -> Diagnosis:
+    """Of the pairs that equal a result, those with the most faults out of ``single``."""
+    shared = {pair: len(single.intersection(pair.split(" and "))) for pair in found.equals}
+    return msgspec.structs.replace(
+        found, equals=tuple(pair for pair, count in shared.items() if count == max(shared.values()))
+    )
 
 
 def confirmed(found: Sequence[Finding], worker: Worker, progress: Callable[[], None]) -> list[Finding]:
