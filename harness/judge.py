@@ -116,7 +116,7 @@ def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, 
     # Where sums of magnitudes leave the dtype's range, a correct subject may overflow too.
     want = torch.where(allowed.magnitude <= min(LARGEST[body.dtype], LARGEST[stored]), want, torch.nan)
     each = elements(f"{name}: each element", got.double(), want, allowed.hard)
-    return [each, _rms(f"{name}: RMS", got.double(), want, allowed.rms)] if each.holds else [each]
+    return [each, rms(f"{name}: RMS", got.double(), want, allowed.rms)] if each.holds else [each]
 
 
 def truth_of(body: RuntimeCase, material: Material, subject: Subject) -> Tensor:
@@ -145,7 +145,8 @@ def elements(name: str, got: Tensor, want: Tensor, allowed: Tensor) -> Claim:
     return Claim(name, used <= 1, used, f"[{index}]", *numbers)
 
 
-def _rms(name: str, got: Tensor, want: Tensor, allowed: float) -> Claim:
+def rms(name: str, got: Tensor, want: Tensor, allowed: float) -> Claim:
+    """The root of the mean squared error within the statistical budget."""
     finite = want.isfinite() & got.isfinite()
     error = (got - want)[finite]
     value = float(error.square().mean().sqrt()) if error.numel() else 0.0

@@ -134,8 +134,8 @@ def test_a_pair_that_spoils_one_branch_is_named() -> None:
 
 
 def test_what_overflows_in_f16_is_diagnosed_in_f32() -> None:
-    """alpha / rank is 256, and the square of that 65536: more than f16 holds."""
-    adapter = lora(4, 4, 1, alpha=Alpha("0d", 256))
+    """alpha / rank is 2048, and the square of that 2²²: more than f16 holds."""
+    adapter = lora(4, 4, 1, alpha=Alpha("0d", 2048))
     case = Case(RuntimeCase(Layer("linear", 4, 4), (adapter,), Input((3, 4)), dtype="f16"), 1)
     found = diagnose(case, By(FAULTS["scale-twice"]), closer=False)
     assert parts_of(case, case.body, By(FAULTS["scale-twice"]))[ALONE].got.isinf().any()  # type: ignore[arg-type]

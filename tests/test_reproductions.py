@@ -7,18 +7,20 @@ from math import inf, nan
 
 import pytest
 import torch
+from literals import f64
 from torch import Tensor
 
 from fulldiff.cases.catalogue import CATALOGUE, pinned
 from fulldiff.cases.model import DTYPES, Layout, RuntimeCase
 from fulldiff.harness.peers import reproduction
 from fulldiff.harness.peers.confirm import confirm, last_line
+from fulldiff.harness.peers.diagnosis import Part
 from fulldiff.harness.peers.file_templates import TEMPLATES
 from fulldiff.harness.peers.reproduction import LAYOUTS, script
 from fulldiff.harness.peers.templates import Template, literal
 from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.realise import DTYPES as TORCH
-from fulldiff.harness.realise import lay_out
+from fulldiff.harness.realise import lay_out, realise
 from fulldiff.harness.subjects.base import Adapter, Unsupported
 from fulldiff.harness.subjects.faulty import Faulty
 from fulldiff.harness.subjects.full_diff import FullDiff
@@ -95,9 +97,39 @@ def test_what_a_peer_raises_is_confirmed_by_that_exception_alone(monkeypatch: py
 def test_the_base_is_shown_only_where_the_fault_needs_it() -> None:
     case = CATALOGUE["d7-rank-1-lora"]
     assert isinstance(case.body, RuntimeCase)
-    alone = reproduction.showing(case, case.body, Faulty("scale-twice"))
+    alone, _ = reproduction.showing(case, case.body, Faulty("scale-twice"))
     assert not alone.weight.any()
-    assert reproduction.showing(case, case.body, Faulty("delta-replaces-base")).weight.any()
+    assert reproduction.showing(case, case.body, Faulty("delta-replaces-base"))[0].weight.any()
+
+
+def script_of(part: Part, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The script of a peer that gives ``part``'s numbers."""
+    case = CATALOGUE["d7-rank-1-lora"]
+    assert isinstance(case.body, RuntimeCase)
+    gives = Template("", "", lambda *_: [f"return {literal(part.got)}"])
+    monkeypatch.setattr(reproduction, "TEMPLATES", {"mine": gives})
+    monkeypatch.setattr(reproduction, "showing", lambda *_: (realise(case, case.body), part))
+    monkeypatch.setattr(reproduction, "forward", lambda *_: part.want)
+    return script(case, "mine", Faulty("scale-twice"), "")
+
+
+@pytest.mark.parametrize(("share", "confirmed"), [(0.5, False), (2.0, True)])
+def test_an_error_is_held_to_its_own_element_s_budget(
+    share: float, confirmed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest budget of all would hide it."""
+    part = Part(*[None] * 2, f64([[1, 1 + share * 1e-6]]), f64([[1, 1]]), f64([[1e-3, 1e-6]]), 1.0, ("f64", ""))  # type: ignore[arg-type]
+    assert python(reproduction._allowed(part)).tolist() == [[1e-3, 1e-6]]
+    assert confirm(script_of(part, monkeypatch)).confirmed == confirmed
+
+
+@pytest.mark.parametrize(("allowed_rms", "confirmed"), [(2e-4, False), (0.9e-4, True)])
+def test_the_errors_as_a_whole_are_held_to_theirs(
+    allowed_rms: float, confirmed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Part(*[None] * 2, f64([[1, 1 + 1.414e-4]]), f64([[1, 1]]), f64([[1e-3, 1e-3]]), allowed_rms, ("f64", ""))  # type: ignore[arg-type]
+    assert part.right != confirmed
+    assert confirm(script_of(part, monkeypatch)).confirmed == confirmed
 
 
 def test_a_peer_without_a_template_is_named() -> None:

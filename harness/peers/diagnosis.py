@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fulldiff.cases.model import Case, RuntimeCase
-from fulldiff.harness.judge import elements, observe, same_bits
+from fulldiff.harness.judge import elements, observe, rms, same_bits
 from fulldiff.harness.protocol import Diagnosis
 from fulldiff.harness.realise import Material, factors64, realise
 from fulldiff.harness.subjects.base import Subject
-from fulldiff.reference.bounds import budget
+from fulldiff.reference.bounds import Budget, budget
 from fulldiff.reference.faults import FAULTS
 from fulldiff.reference.faults.branch import Apart
 from fulldiff.reference.truth import POLICIES, FactorError, Truth
@@ -48,7 +48,15 @@ class Part:
     got: Tensor
     want: Tensor
     allowed: Tensor
+    allowed_rms: float
     arithmetic: tuple[str, str]
+
+    @property
+    def right(self) -> bool:
+        """Whether rounding explains every element and the errors as a whole, as a case is judged."""
+        if self.got.shape != self.want.shape or not elements("", self.got, self.want, self.allowed).holds:
+            return False
+        return rms("", self.got, self.want, self.allowed_rms).holds
 
     def equals(self, truth: Truth) -> bool:
         """Whether this way of computing gives the subject's numbers."""
@@ -66,7 +74,7 @@ class Part:
         exact = self.body.values == "exact" and torch.equal(other.to(self.material.x.dtype).double(), other)
         if exact or not torch.allclose(self.got, other, rtol=0, atol=NEAR * float(other.abs().amax()), equal_nan=True):
             return False
-        wider = rounding(truth, self.body, self.material, self.arithmetic, at_zero=1.0).expand_as(other)
+        wider = rounding(truth, self.body, self.material, self.arithmetic, at_zero=1.0).hard.expand_as(other)
         return elements("", self.got, other, wider).holds
 
 
@@ -78,7 +86,7 @@ def diagnose(case: Case, subject: Subject, closer: bool = True) -> Diagnosis:
     assert isinstance(case.body, RuntimeCase)
     parts = parts_of(case, case.body, subject)
     policy = POLICIES[subject.policy]
-    if all(part.equals(Truth(policy)) for part in parts.values()):
+    if all(part.right for part in parts.values()):
         return Diagnosis(right=True)
     named = equal(parts, ((name, replace(fault, policy=policy)) for name, fault in FAULTS.items()))
     if not named and (wider := in_f32(case, case.body, parts, subject, closer)):
@@ -180,13 +188,13 @@ def _is_right(case: Case, subject: Subject) -> bool:
         parts = parts_of(case, case.body, subject)
     except Exception:  # whatever a subject raises: it is not right
         return False
-    return all(part.equals(Truth(POLICIES[subject.policy])) for part in parts.values())
+    return all(part.right for part in parts.values())
 
 
 def parts_of(case: Case, body: RuntimeCase, subject: Subject) -> dict[str, Part]:
     """The subject's output with the base, and with a base of zeros."""
     return {
-        name: _part(body, material, subject)
+        name: compared(body, material, subject)
         for name, material in zip((WITH_BASE, ALONE), materials(case, body), strict=True)
     }
 
@@ -198,30 +206,27 @@ def materials(case: Case, body: RuntimeCase) -> tuple[Material, Material]:
     return whole, replace(whole, weight=torch.zeros_like(whole.weight), bias=bias)
 
 
-def is_right(body: RuntimeCase, material: Material, subject: Subject) -> bool:
-    """Whether the subject's output with these tensors is the truth's; raises what the subject raises."""
-    return _part(body, material, subject).equals(Truth(POLICIES[subject.policy]))
-
-
-def _part(body: RuntimeCase, material: Material, subject: Subject) -> Part:
+def compared(body: RuntimeCase, material: Material, subject: Subject) -> Part:
+    """The subject's output with these tensors beside the truth's; raises what the subject raises."""
     got = observe(body, material, subject)[0].double()
     truth = Truth(POLICIES[subject.policy])
     want = forward(truth, body, material)
     assert want is not None
     arithmetic = subject.arithmetic(body.layer.kind, body.dtype)
-    exact = body.values == "exact"
-    allowed = torch.zeros_like(want) if exact else rounding(truth, body, material, arithmetic)
-    return Part(body, material, got, want, allowed, arithmetic)
+    if body.values == "exact":
+        return Part(body, material, got, want, torch.zeros_like(want), 0.0, arithmetic)
+    allowed = rounding(truth, body, material, arithmetic)
+    return Part(body, material, got, want, allowed.hard, allowed.rms, arithmetic)
 
 
 def rounding(
     truth: Truth, body: RuntimeCase, material: Material, arithmetic: tuple[str, str], at_zero: float = 0.0
-) -> Tensor:
-    """The error per element that rounding may cause in this way of computing; a strength of 0 counts as ``at_zero``."""
+) -> Budget:
+    """The error that rounding may cause in this way of computing; a strength of 0 counts as ``at_zero``."""
     bias = None if material.bias is None else material.bias.double()
     adapters = [replace(adapter, strength=adapter.strength or at_zero) for adapter in factors64(body, material)]
     layer = (body.layer, material.weight.double(), bias, adapters, material.x.double())
-    return budget(truth, *layer, *arithmetic).hard
+    return budget(truth, *layer, *arithmetic)
 
 
 def forward(truth: Truth, body: RuntimeCase, material: Material) -> Tensor | None:

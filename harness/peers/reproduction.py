@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fulldiff.cases.model import Case, Layer, Layout, RuntimeCase, case_id
 from fulldiff.harness.judge import loaded
-from fulldiff.harness.peers.diagnosis import forward, is_right, materials, rounding
+from fulldiff.harness.peers.diagnosis import Part, compared, forward, materials
 from fulldiff.harness.peers.file_templates import TEMPLATES
 from fulldiff.harness.peers.templates import SCRIPT, literal
 from fulldiff.harness.realise import Material
@@ -33,7 +33,7 @@ def script(case: Case, peer: str, subject: Subject, what: str) -> str:
         raise Unsupported(f"no template of a reproduction for {peer}: add one to harness/peers/templates.py")
     template, body = TEMPLATES[peer], case.body
     assert isinstance(body, RuntimeCase)
-    material = showing(case, body, subject)
+    material, part = showing(case, body, subject)
     want = forward(Truth(POLICIES[subject.policy]), body, material)
     assert want is not None
     steps = template.steps(loaded(body, material), material.weight)
@@ -46,18 +46,23 @@ def script(case: Case, peer: str, subject: Subject, what: str) -> str:
         values="\n".join(_base(material)),
         x=literal(material.x) + _layout(material.x, body.input.layout),
         expected=literal(want),
-        allowed=_allowed(body, material, subject),
+        allowed=_allowed(part),
+        allowed_rms=part.allowed_rms if part else 0.0,
         steps=indent("\n".join(steps), "    "),
     )
 
 
-def showing(case: Case, body: RuntimeCase, subject: Subject) -> Material:
-    """The tensors that show it: those with a base of zeros, unless the subject is right with them."""
+def showing(case: Case, body: RuntimeCase, subject: Subject) -> tuple[Material, Part | None]:
+    """The tensors that show it, with a base of zeros if those do, and what the subject gives if it gives anything."""
     whole, bare = materials(case, body)
-    try:
-        return whole if is_right(body, bare, subject) else bare
-    except Exception:  # whatever a subject raises shows there
-        return bare
+    for material in (bare, whole):
+        try:
+            part = compared(body, material, subject)
+        except Exception:  # whatever a subject raises shows there
+            return material, None
+        if not part.right:
+            return material, part
+    return whole, part
 
 
 def _layout(x: Tensor, layout: Layout) -> str:
@@ -67,11 +72,13 @@ def _layout(x: Tensor, layout: Layout) -> str:
     return LAYOUTS[layout].format("_3d" if x.dim() == 5 else "")
 
 
-def _allowed(body: RuntimeCase, material: Material, subject: Subject) -> float:
-    """The largest error that rounding explains; none where all numbers are exact."""
-    arithmetic = subject.arithmetic(body.layer.kind, body.dtype)
-    errors = rounding(Truth(POLICIES[subject.policy]), body, material, arithmetic)
-    return 0.0 if body.values == "exact" or not errors.numel() else float(errors.max())
+def _allowed(part: Part | None) -> str:
+    """The largest error that rounding explains; for each element where the largest of all would hide a wrong one."""
+    if part is None or not part.allowed.numel():
+        return "0.0"
+    most = float(part.allowed.max())
+    hidden = part.got.shape == part.want.shape and bool(((part.got - part.want).abs() <= most).all())
+    return literal(part.allowed) if hidden else repr(most)
 
 
 def layer(own: Layer) -> str:
