@@ -50,7 +50,8 @@ class Expectation:
     """A known failure: cases whose id or name matches ``pattern`` end as ``outcome``, and why.
 
     ``pinned`` is the example that shows it: a named case, or a case's JSON file. ``message``, if there is one, is a
-    part of what the failure must say, or of the claim that it breaks. What is expected to be wrong may not be finite.
+    part of what the failure must say, or of the claim that it breaks. An ``outcome`` may be either of two: "wrong or
+    not finite", where numbers are left over in memory.
     """
 
     pattern: str
@@ -69,8 +70,7 @@ class Expectation:
 
     def met_by(self, judgement: Judgement) -> bool:
         said = judgement.message + (judgement.claim.name if judgement.claim else "")
-        outcomes = ("wrong", "not finite") if self.outcome == "wrong" else (self.outcome,)
-        return judgement.outcome in outcomes and self.message in said
+        return judgement.outcome in self.outcome.split(" or ") and self.message in said
 
 
 class ExpectationError(ValueError):
@@ -168,10 +168,15 @@ def stale(known: Sequence[Expectation], results: Sequence[Result]) -> list[str]:
     """Expectations whose pinned example no longer ends as expected."""
     ends = {result.name: result.judgement for result in results if result.name}
     return [
-        f"{entry.pattern}: its pinned example {entry.pinned} is no longer {entry.outcome}"
+        f"{entry.pattern}: its pinned example {entry.pinned} is {_with(now.outcome, now.message)}, "
+        f"not {_with(entry.outcome, entry.message)}: correct the entry or remove it"
         for entry in known
-        if entry.pinned in ends and not entry.met_by(ends[entry.pinned])
+        if (now := ends.get(entry.pinned)) and not entry.met_by(now)
     ]
+
+
+def _with(outcome: str, message: str) -> str:
+    return f"{outcome} ({message})" if message else outcome
 
 
 def unmatched(known: Sequence[Expectation], results: Sequence[Result]) -> list[str]:

@@ -19,7 +19,7 @@ from fulldiff.harness.part import part_of
 from fulldiff.harness.protocol import BARE, Claim, Judgement, Outcome
 from fulldiff.harness.realise import Material, factors64, module_for, realise
 from fulldiff.harness.subjects.base import Adapter, Refused, Subject, Unsupported
-from fulldiff.reference.bounds import LARGEST, budget
+from fulldiff.reference.bounds import LARGEST, Budget, budget
 from fulldiff.reference.truth import POLICIES, Factors, Truth
 
 Report = Callable[[str], None]
@@ -105,22 +105,30 @@ def loaded(body: RuntimeCase, material: Material) -> list[Adapter]:
 
 def compare(name: str, body: RuntimeCase, material: Material, subject: Subject, got: Tensor) -> list[Claim]:
     """The claims about one output: its shape and dtype, every element, the errors as a whole."""
-    want = truth_of(body, material, subject)
+    want, allowed = expected(body, material, subject)
     if got.shape != want.shape or got.dtype != material.weight.dtype:
-        expected = f"{tuple(want.shape)} {material.weight.dtype}"
-        return [Claim(f"{name}: shape and dtype", False, 1.0, "", f"{tuple(got.shape)} {got.dtype}", expected)]
+        right = f"{tuple(want.shape)} {material.weight.dtype}"
+        return [Claim(f"{name}: shape and dtype", False, 1.0, "", f"{tuple(got.shape)} {got.dtype}", right)]
     if body.values == "exact":
-        return [elements(f"{name}: exact", got.double(), want, torch.zeros_like(want))]
-    stored, sums = subject.arithmetic(body.layer.kind, body.dtype)
-    allowed = budget(Truth(POLICIES[subject.policy]), *_arguments(body, material), stored, sums)
-    # Where sums of magnitudes leave the dtype's range, a correct subject may overflow too.
-    want = torch.where(allowed.magnitude <= min(LARGEST[body.dtype], LARGEST[stored]), want, torch.nan)
+        return [elements(f"{name}: exact", got.double(), want, allowed.hard)]
     each = elements(f"{name}: each element", got.double(), want, allowed.hard)
     return [each, rms(f"{name}: RMS", got.double(), want, allowed.rms)] if each.holds else [each]
 
 
+def expected(body: RuntimeCase, material: Material, subject: Subject) -> tuple[Tensor, Budget]:
+    """The right output, NaN where nothing is asked, and the error that a correct subject may show: none if exact."""
+    want = truth_of(body, material, subject)
+    if body.values == "exact":
+        return want, Budget(torch.zeros_like(want), torch.zeros_like(want), 0.0)
+    stored, sums = subject.arithmetic(body.layer.kind, body.dtype)
+    allowed = budget(Truth(POLICIES[subject.policy]), *_arguments(body, material), stored, sums)
+    # Where sums of magnitudes leave the dtype's range, a correct subject may overflow too.
+    within = allowed.magnitude <= min(LARGEST[body.dtype], LARGEST[stored])
+    return torch.where(within, want, torch.nan), allowed
+
+
 def truth_of(body: RuntimeCase, material: Material, subject: Subject) -> Tensor:
-    """The float64 output under the subject's scale policy."""
+    """The float64 output under the subject's policy."""
     return Truth(POLICIES[subject.policy]).forward(*_arguments(body, material))
 
 

@@ -117,7 +117,7 @@ def _sized(
     power: int,
     error: float,
 ) -> Tensor:
-    """The layer's output, by the truth's own steps, with every number replaced by its magnitude to the ``power``."""
+    """The layer's output, by the truth's own way to apply deltas, of every number's magnitude to the ``power``."""
     offset = None if bias is None else bias.abs() ** power
     for adapter in adapters:
         if "diff_b" in adapter.tensors:
@@ -147,12 +147,12 @@ def _grounds(
 ) -> Iterator[tuple[Factors, tuple[str, Tensor], tuple[str, Tensor]]]:
     """Each adapter with the weight that a DoRA's norm is of, and the one that it moves; see `Policy.dora_after`."""
     base = ("base", weight)
-    if truth.policy.dora_after == "base":
+    if truth.dora_after == "base":
         yield from ((adapter, base, base) for adapter in adapters)
         return
     current = ("current", weight)
     for adapter, delta in zip(adapters, truth.deltas(adapters, weight), strict=True):
-        yield adapter, current if truth.policy.dora_after == "current" else base, current
+        yield adapter, current if truth.dora_after == "current" else base, current
         current = ("current", current[1] + delta)
 
 
@@ -183,33 +183,40 @@ def _delta_size(
 
 
 def _magnitudes(adapter: Factors, power: int) -> Factors:
-    """The adapter with every number's magnitude; without a DoRA's, which is in the size of its delta."""
-    sizes = {name: t.abs() ** power for name, t in adapter.tensors.items() if name != "dora_scale"}
+    """The adapter with every number's magnitude, that of its factors to the ``power``."""
+    sizes = {name: t.abs() ** (1 if name in ("alpha", "scale") else power) for name, t in adapter.tensors.items()}
     return replace(adapter, tensors=sizes, strength=abs(adapter.strength) ** power)
 
 
 def _gain(truth: Truth, adapters: Sequence[Factors], weight: Tensor) -> float:
     """How much a value that underflows in one factor may grow through what it is multiplied with, at most."""
     total = 1.0
-    for adapter, (_, base), _ in _grounds(truth, adapters, weight):
+    for adapter, (_, base), (_, start) in _grounds(truth, adapters, weight):
         factors = [t for t in _factors(adapter) if t.dim() > 1]
         norms = [max(1.0, *(float(sums.max()) for sums in _line_sums(t))) for t in factors]
-        scale = abs(truth.strength(adapter)) * max(1.0, abs(truth.scale(adapter)))
-        growth = _growth(truth, adapter, base)
-        total = total * (1.0 if truth.policy.dora_after == "base" else growth) + scale * math.prod(norms) * growth
+        strength, growth = abs(truth.strength(adapter)), _growth(truth, adapter, base, start)
+        # What stands there already has underflowed too, and a DoRA moves it.
+        moved = strength * growth if "dora_scale" in adapter.tensors and truth.dora_after != "base" else 0.0
+        total = total * (1 + moved) + strength * max(1.0, abs(truth.scale(adapter))) * math.prod(norms) * growth
     return total
 
 
-def _growth(truth: Truth, adapter: Factors, weight: Tensor) -> float:
-    """How much an error in one element of V may grow in W': |M| · (1 + √n), for norms of n elements."""
+def _growth(truth: Truth, adapter: Factors, base: Tensor, start: Tensor) -> float:
+    """How much an error in one element of V may grow in W': |M| · (1 + √n · |moved| / ‖V‖), for norms of n elements.
+
+    ``base`` is the weight in V, ``start`` the one that is moved: V itself, or as little as V, unless they differ.
+    """
     if "dora_scale" not in adapter.tensors:
         return 1.0
-    part = weight[truth.rows(adapter, weight)]
-    magnitude = truth.magnitude(adapter, part.shape)
-    moved = part + truth.scale(adapter) * truth.product(adapter, part.shape)
-    largest = magnitude.abs() / moved.square().sum_to_size(magnitude.shape).sqrt()
+    rows = truth.rows(adapter, base)
+    base, start = base[rows], start[rows]
+    magnitude = truth.magnitude(adapter, base.shape)
+    change = truth.scale(adapter) * truth.product(adapter, base.shape)
+    norm = (base + change).square().sum_to_size(magnitude.shape).sqrt()
+    share = ((start + change).abs() / norm).clamp(min=1)
+    largest = magnitude.abs() / norm * (1 + math.sqrt(base.numel() / magnitude.numel()) * share)
     finite = largest[largest.isfinite()]
-    return 1.0 + (float(finite.max()) if finite.numel() else 0.0) * (1 + math.sqrt(part.numel() / magnitude.numel()))
+    return 1.0 + (float(finite.max()) if finite.numel() else 0.0)
 
 
 def _line_sums(t: Tensor) -> list[Tensor]:

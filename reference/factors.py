@@ -1,4 +1,4 @@
-"""What the truth is computed from: an adapter's tensors, and the rule that turns alpha into a scale."""
+"""What the truth is computed from: an adapter's tensors, and the rules on which implementations differ."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ NAMES: dict[str, set[str]] = {
 }
 
 
+DoraAfter = Literal["base", "scaling", "current"]
+
+
 @dataclass(frozen=True)
 class Policy:
     """What implementations disagree on: how alpha becomes a scale (alpha / rank else), what a later DoRA starts from.
@@ -53,7 +56,7 @@ class Policy:
     both_full: Literal["one", "alpha/rank"] = "one"
     rank_from: Literal["w1", "w2"] = "w2"
     zero_alpha: Literal["zero", "one"] = "zero"
-    dora_after: Literal["base", "scaling", "current"] = "base"
+    dora_after: DoraAfter = "base"
 
 
 POLICIES: dict[str, Policy] = {

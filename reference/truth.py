@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fulldiff.reference.factors import NAMES, POLICIES, FactorError, Factors, Policy
+from fulldiff.reference.factors import NAMES, POLICIES, DoraAfter, FactorError, Factors, Policy
 from fulldiff.reference.layers import LayerLike, apply
 
 __all__ = ["POLICIES", "FactorError", "Factors", "Policy", "Truth"]
@@ -66,20 +66,27 @@ class Truth:
     def deltas(self, adapters: Sequence[Factors], weight: Tensor) -> list[Tensor]:
         """What each adapter adds to ``weight`` and the adapters before it, all of the weight's shape."""
         made: list[Tensor] = []
+        earlier = torch.zeros_like(weight)
         for adapter in adapters:
-            made.append(self.delta_after(adapter, weight, sum(made, start=torch.zeros_like(weight))))
+            made.append(self.delta_after(adapter, weight, earlier))
+            earlier = earlier + made[-1]
         return made
 
     def delta_after(self, adapter: Factors, weight: Tensor, earlier: Tensor) -> Tensor:
         """The adapter's delta where the adapters before it added ``earlier``; only a DoRA's may depend on that."""
-        if self.policy.dora_after == "current":
+        if self.dora_after == "current":
             return self.delta(adapter, weight + earlier)
         delta = self.delta(adapter, weight)
-        if self.policy.dora_after == "scaling" and "dora_scale" in adapter.tensors:
+        if self.dora_after == "scaling" and "dora_scale" in adapter.tensors:
             rows = self.rows(adapter, weight)
             grown = (self.growth(adapter, weight[rows]) - 1) * earlier[rows]
             delta[rows] += self.strength(adapter) * torch.where(earlier[rows] == 0, 0.0, grown)
         return delta
+
+    @property
+    def dora_after(self) -> DoraAfter:
+        """What a DoRA behind other adapters starts from."""
+        return self.policy.dora_after
 
     def delta(self, adapter: Factors, weight: Tensor) -> Tensor:
         """The adapter's delta for ``weight`` (out, in / groups, *kernel), zero outside its rows."""

@@ -83,6 +83,16 @@ class By(Faulty):
         self.truth = truth
 
 
+class OneMore(Subject):
+    """An output of one dimension more."""
+
+    def attach(self, module: nn.Module, adapters: Sequence[Adapter]) -> Detach:
+        detach = full_diff.FullDiff().attach(module, adapters)
+        changed = module.forward
+        undo = replace_forward(module, lambda x: changed(x)[None])
+        return lambda: (undo(), detach())[1]
+
+
 class FirstRowsOnly(Subject):
     """An output whose rows but the first two are those of the bare layer."""
 
@@ -126,7 +136,7 @@ def test_a_factor_that_is_not_read_is_named(drawn: bool) -> None:
 
 def test_a_pair_that_spoils_one_branch_is_named() -> None:
     """Both change the layer of the delta's branch."""
-    layer = Layer("conv2d", 12, 24, (3, 3), (1, 1), (1, 1), (1, 1), groups=2, padding_mode="circular")
+    layer = Layer("conv2d", 24, 12, (3, 3), (1, 1), (1, 1), (1, 1), groups=2, padding_mode="circular")
     case = Case(RuntimeCase(layer, (lokr((3, 2), (8, 3), (3, 3), w2_rank=2),), Input((1, 12, 4, 4))), 3)
     pair = type("Pair", (type(FAULTS["delta-padding-mode-zeros"]), type(FAULTS["kron-groups-in-w2"])), {})()
     found = diagnose(case, By(pair))
@@ -140,6 +150,12 @@ def test_what_overflows_in_f16_is_diagnosed_in_f32() -> None:
     found = diagnose(case, By(FAULTS["scale-twice"]), closer=False)
     assert parts_of(case, case.body, By(FAULTS["scale-twice"]))[ALONE].got.isinf().any()  # type: ignore[arg-type]
     assert found.equals[0] == "scale-twice"
+
+
+def test_an_f16_output_of_another_shape_is_described() -> None:
+    case = CATALOGUE["single-vector-dora"]
+    narrow = msgspec.structs.replace(case, body=msgspec.structs.replace(case.body, dtype="f16"))
+    assert "the right numbers in shape (1, 8) for (8,)" in str(diagnose(narrow, OneMore()))
 
 
 def test_rows_are_told_of_an_output_of_one_dimension() -> None:
@@ -172,6 +188,7 @@ def test_an_output_that_is_broadcast_is_diagnosed() -> None:
         ("peft-file", "dora-behind-lora", "right: within the budget"),
         ("peft-unloaded", "dora-behind-lora", "right: within the budget"),
         ("diffusers", "form-w1factored-lowrank-linear-f64-exact", "unread: other numbers each time"),
+        ("diffusers", "dora-behind-lora", "dora-magnitude-ignored"),
         ("diffusers-fused", "dora-behind-lokr", "dora-of-current"),
     ],
 )

@@ -188,13 +188,19 @@ def test_a_reproduction_is_named_after_the_cause() -> None:
         "unknown (x)",
         "unread: lokr_w1, alpha without effect, other numbers each time",
         "unread: other numbers each time",
+        "unknown (1.096 times the right delta, only output rows 1, 2)",
+        "unknown (the right numbers in shape (2, 1, 1) for (1,))",
+        "unknown",
     ]
     assert [reporting.slug(cause) for cause in causes] == [
         "kron-not-unsqueezed",
         "raised-at-lokr-py-20",
-        "unknown",
+        "unknown-x",
         "unread-lokr-w1-alpha",
         "unread-other-numbers-each-time",
+        "unknown-times-the-right-delta",
+        "unknown-the-right-numbers-in-shape-for",
+        "unknown",
     ]
 
 

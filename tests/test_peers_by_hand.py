@@ -125,7 +125,6 @@ HANDS = {
         linear(2, 2, other("lora", up=[[2], [3]], down=[[1, 1]], alpha=1, dora_scale=[5, 10]), weight=[[1, 2], [1, 0]]),
         [3, 8, 4, 6], [3, 4, 4, 3],
     ),
-    # ((1, 1), (2, 2)) + ((1, 2), (3, 4)), by columns; the LoKr, loaded second, is not there.
     # V = (3, 4) in one column of norm 5, times 10: (6, 8). With a norm per row, 3 and 4, both are 10.
     "dora-wrong-axis": Hand(
         "lycoris-file",
@@ -150,6 +149,7 @@ HANDS = {
         Setting(conv(1, 1, 1), (lokr(w1_a=[[1]], w1_b=[[1]], w2_a=[[2]], w2_b=[[3]]),), weight=[[[5]]]),
         [11], [5],
     ),
+    # ((1, 1), (2, 2)) + ((1, 2), (3, 4)), by columns; the LoKr, loaded second, is not there.
     "first-kind-only": Hand(
         "diffusers",
         linear(2, 2, lora(up=[[1], [2]], down=[[1, 1]]), lokr(w1_a=[[1]], w1_b=[[1]], w2=[[1, 2], [3, 4]])),

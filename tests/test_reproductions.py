@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, nan
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from fulldiff.cases.catalogue import CATALOGUE, pinned
 from fulldiff.cases.model import DTYPES, Layout, RuntimeCase
 from fulldiff.harness.peers import reproduction
-from fulldiff.harness.peers.confirm import confirm, last_line
+from fulldiff.harness.peers.confirm import Reproduction, confirm, last_line
 from fulldiff.harness.peers.diagnosis import Part
 from fulldiff.harness.peers.file_templates import TEMPLATES
 from fulldiff.harness.peers.reproduction import LAYOUTS, script
@@ -109,18 +110,21 @@ def script_of(part: Part, monkeypatch: pytest.MonkeyPatch) -> str:
     gives = Template("", "", lambda *_: [f"return {literal(part.got)}"])
     monkeypatch.setattr(reproduction, "TEMPLATES", {"mine": gives})
     monkeypatch.setattr(reproduction, "showing", lambda *_: (realise(case, case.body), part))
-    monkeypatch.setattr(reproduction, "forward", lambda *_: part.want)
     return script(case, "mine", Faulty("scale-twice"), "")
 
 
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 6, 1)])
 @pytest.mark.parametrize(("share", "confirmed"), [(0.5, False), (2.0, True)])
 def test_an_error_is_held_to_its_own_element_s_budget(
-    share: float, confirmed: bool, monkeypatch: pytest.MonkeyPatch
+    share: float, confirmed: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest budget of all would hide it."""
-    part = Part(*[None] * 2, f64([[1, 1 + share * 1e-6]]), f64([[1, 1]]), f64([[1e-3, 1e-6]]), 1.0, ("f64", ""))  # type: ignore[arg-type]
-    assert python(reproduction._allowed(part)).tolist() == [[1e-3, 1e-6]]
-    assert confirm(script_of(part, monkeypatch)).confirmed == confirmed
+    """The largest budget of all would hide it; where nothing is asked nothing is compared."""
+    allowed = f64([1e-3, 1e-6, 1e-3, 1e-3, 1e-3, 1e-3]).reshape(shape)
+    want = f64([1, 1, 1, 1, 1, nan]).reshape(shape)
+    got = want.nan_to_num() + share * f64([0, 1e-6, 0, 0, 0, 1]).reshape(shape)
+    part = Part(*[None] * 2, got, want, allowed, 1.0, ("f64", ""))  # type: ignore[arg-type]
+    assert part.right != confirmed
+    assert confirm(script_of(part, monkeypatch)) == Reproduction(ANY, confirmed, "differs" if confirmed else "right")
 
 
 @pytest.mark.parametrize(("allowed_rms", "confirmed"), [(2e-4, False), (0.9e-4, True)])

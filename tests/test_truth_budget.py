@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -61,8 +62,10 @@ def test_the_same_steps_in_f32_stay_within_the_budget(policy: str, seed: int) ->
     factors = [{"lora_up.weight": random(5, 2), "lora_down.weight": random(2, 7)} for _ in range(3)]
     factors[1]["dora_scale"] = random(5, 1)
     factors[2]["dora_scale"] = random(5, 1)
-    adapters, weight, x = [Factors("lora", t) for t in factors], random(5, 7), random(4, 7)
-    narrow = [Factors("lora", {name: t.float() for name, t in own.items()}) for own in factors]
+    strengths = (1.0, 1.0, 1.0) if seed % 2 else (-1.0, 0.5, 2.0)
+    adapters = [Factors("lora", t, strength) for t, strength in zip(factors, strengths, strict=True)]
+    weight, x = random(5, 7), random(4, 7)
+    narrow = [replace(own, tensors={name: t.float() for name, t in own.tensors.items()}) for own in adapters]
     got = truth.forward(layer, weight.float(), None, narrow, x.float()).double()
     want, allowed = (
         truth.forward(layer, weight, None, adapters, x),

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fulldiff.cases.model import Case, RuntimeCase
-from fulldiff.harness.judge import elements, observe, rms, same_bits
+from fulldiff.harness.judge import elements, expected, observe, rms, same_bits
 from fulldiff.harness.protocol import Diagnosis
 from fulldiff.harness.realise import Material, factors64, realise
 from fulldiff.harness.subjects.base import Subject
-from fulldiff.reference.bounds import Budget, budget
+from fulldiff.reference.bounds import budget
 from fulldiff.reference.faults import FAULTS
 from fulldiff.reference.faults.branch import Apart
 from fulldiff.reference.truth import POLICIES, FactorError, Truth
@@ -63,19 +63,23 @@ class Part:
         other = forward(truth, self.body, self.material)
         if other is None or other.shape != self.got.shape:
             return False
-        # Of NaN nothing is judged, and what gives NaN where a number is right and was given explains nothing.
-        if bool((other.isnan() & ~self.got.isnan() & ~self.want.isnan().expand_as(other)).any()):
+        # Of what is open nothing is judged, and what gives NaN where a number is right and was given explains nothing.
+        is_open = self.want.isnan().expand_as(other)
+        if bool((other.isnan() & ~self.got.isnan() & ~is_open).any()):
             return False
+        other = torch.where(is_open, torch.nan, other)
         # A fault may broadcast the output along a dimension of size 1.
-        allowed = self.allowed.expand_as(other)
-        if elements("", self.got, other, allowed).holds:
+        if elements("", self.got, other, self.allowed.expand_as(other)).holds:
             return True
         # A wrong way may round where the right one is exact or zero: alpha over another axis, a delta at strength 0.
         exact = self.body.values == "exact" and torch.equal(other.to(self.material.x.dtype).double(), other)
-        if exact or not torch.allclose(self.got, other, rtol=0, atol=NEAR * float(other.abs().amax()), equal_nan=True):
+        largest = float(other.nan_to_num().abs().amax())
+        if exact or not torch.allclose(
+            self.got[~is_open], other[~is_open], rtol=0, atol=NEAR * largest, equal_nan=True
+        ):
             return False
-        wider = rounding(truth, self.body, self.material, self.arithmetic, at_zero=1.0).hard.expand_as(other)
-        return elements("", self.got, other, wider).holds
+        wider = rounding(truth, self.body, self.material, self.arithmetic, at_zero=1.0)
+        return wider.shape == other.shape and elements("", self.got, other, wider).holds
 
 
 def diagnose(case: Case, subject: Subject, closer: bool = True) -> Diagnosis:
@@ -103,7 +107,10 @@ def in_f32(
     case: Case, body: RuntimeCase, parts: Mapping[str, Part], subject: Subject, closer: bool
 ) -> Diagnosis | None:
     """The diagnosis of an f16 case in f32, where what overflowed in f16 has a number; None where nothing did."""
-    if body.dtype != "f16" or not any((~part.got.isfinite() & part.want.isfinite()).any() for part in parts.values()):
+    if body.dtype != "f16" or not any(
+        part.got.shape == part.want.shape and (~part.got.isfinite() & part.want.isfinite()).any()
+        for part in parts.values()
+    ):
         return None
     try:
         found = diagnose(
@@ -209,24 +216,18 @@ def materials(case: Case, body: RuntimeCase) -> tuple[Material, Material]:
 def compared(body: RuntimeCase, material: Material, subject: Subject) -> Part:
     """The subject's output with these tensors beside the truth's; raises what the subject raises."""
     got = observe(body, material, subject)[0].double()
-    truth = Truth(POLICIES[subject.policy])
-    want = forward(truth, body, material)
-    assert want is not None
-    arithmetic = subject.arithmetic(body.layer.kind, body.dtype)
-    if body.values == "exact":
-        return Part(body, material, got, want, torch.zeros_like(want), 0.0, arithmetic)
-    allowed = rounding(truth, body, material, arithmetic)
-    return Part(body, material, got, want, allowed.hard, allowed.rms, arithmetic)
+    want, allowed = expected(body, material, subject)
+    return Part(body, material, got, want, allowed.hard, allowed.rms, subject.arithmetic(body.layer.kind, body.dtype))
 
 
 def rounding(
-    truth: Truth, body: RuntimeCase, material: Material, arithmetic: tuple[str, str], at_zero: float = 0.0
-) -> Budget:
-    """The error that rounding may cause in this way of computing; a strength of 0 counts as ``at_zero``."""
+    truth: Truth, body: RuntimeCase, material: Material, arithmetic: tuple[str, str], at_zero: float
+) -> Tensor:
+    """The error per element that rounding may cause in this way of computing; a strength of 0 counts as ``at_zero``."""
     bias = None if material.bias is None else material.bias.double()
     adapters = [replace(adapter, strength=adapter.strength or at_zero) for adapter in factors64(body, material)]
     layer = (body.layer, material.weight.double(), bias, adapters, material.x.double())
-    return budget(truth, *layer, *arithmetic)
+    return budget(truth, *layer, *arithmetic).hard
 
 
 def forward(truth: Truth, body: RuntimeCase, material: Material) -> Tensor | None:

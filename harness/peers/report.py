@@ -176,11 +176,13 @@ def confirmed(found: Sequence[Finding], worker: Worker, progress: Callable[[], N
 
 
 def slug(cause: str) -> str:
-    """A name that stays the same from run to run: the first fault's name, what is unread, or where it raised."""
-    if not cause.startswith(("equals: ", "raised at ", "crashed at ", "unread: ")):
-        return "unknown"
+    """A name that stays the same from run to run: the first fault's, what is unread or unknown, or where it raised."""
     first = cause.removeprefix("equals: ").replace("unread: ", "unread ").split(" or ")[0].split(": ")[0]
     first = first.split(" without effect")[0]
+    if first.startswith(
+        "unknown"
+    ):  # "unknown (1.096 times the right delta, only output rows 1, 2)": without the numbers
+        first = re.sub(r"\([\d, ]*\)|\b[\d.]+\b", "", first).split(",")[0]
     return re.sub("[^a-z0-9]+", "-", first.lower()).strip("-")
 
 
@@ -239,9 +241,12 @@ def _row(finding: Finding) -> dict[str, str]:
     smallest = finding.smallest
     judgement = smallest.judgement
     claim = judgement.claim
-    said = judgement.message.replace("|", "/").replace("\n", " ")[:160]
-    errors = f"RMS error at most {claim.budget} / {claim.error}" if claim else ""
-    numbers = said if claim is None else f"{claim.want} / {claim.got}" if claim.got else errors
+    if claim is None:
+        numbers = judgement.message.replace("|", "/").replace("\n", " ")[:160]
+    elif claim.got:
+        numbers = f"{claim.want} / {claim.got}"
+    else:
+        numbers = f"RMS error at most {claim.budget} / {claim.error}"
     return {
         "cause": finding.cause,
         "diagnosed cases": str(len(finding.results)),

@@ -10,13 +10,12 @@ from textwrap import indent
 from torch import Tensor
 
 from fulldiff.cases.model import Case, Layer, Layout, RuntimeCase, case_id
-from fulldiff.harness.judge import loaded
-from fulldiff.harness.peers.diagnosis import Part, compared, forward, materials
+from fulldiff.harness.judge import loaded, truth_of
+from fulldiff.harness.peers.diagnosis import Part, compared, materials
 from fulldiff.harness.peers.file_templates import TEMPLATES
 from fulldiff.harness.peers.templates import SCRIPT, literal
 from fulldiff.harness.realise import Material
 from fulldiff.harness.subjects.base import Subject, Unsupported
-from fulldiff.reference.truth import POLICIES, Truth
 
 # How a layout other than the contiguous one is made from contiguous numbers.
 LAYOUTS = {
@@ -34,8 +33,7 @@ def script(case: Case, peer: str, subject: Subject, what: str) -> str:
     template, body = TEMPLATES[peer], case.body
     assert isinstance(body, RuntimeCase)
     material, part = showing(case, body, subject)
-    want = forward(Truth(POLICIES[subject.policy]), body, material)
-    assert want is not None
+    want = part.want if part else truth_of(body, material, subject)
     steps = template.steps(loaded(body, material), material.weight)
     return SCRIPT.format(
         what=what,
@@ -77,8 +75,10 @@ def _allowed(part: Part | None) -> str:
     if part is None or not part.allowed.numel():
         return "0.0"
     most = float(part.allowed.max())
-    hidden = part.got.shape == part.want.shape and bool(((part.got - part.want).abs() <= most).all())
-    return literal(part.allowed) if hidden else repr(most)
+    if part.got.shape != part.want.shape:
+        return repr(most)
+    shown = (part.got - part.want).abs() > most
+    return repr(most) if shown.any() or part.got[~part.want.isnan()].isnan().any() else literal(part.allowed)
 
 
 def layer(own: Layer) -> str:

@@ -49,7 +49,7 @@ class Subject(ABC):
     """An implementation under test."""
 
     policy: str = "default"
-    """The rule of fulldiff.reference.truth.POLICIES by which it turns alpha into a scale and joins a DoRA to others."""
+    """Its rule where implementations differ, on a scale or a DoRA behind others: one of reference.truth.POLICIES."""
 
     files: Sequence[str] = ()
     """Files beside its Python code that make it what it is: with another content it is another subject."""

@@ -2,7 +2,7 @@
 
 It reads one JSON object a line from stdin and answers with one a line on stdout; what else it prints belongs
 on stderr. Its first line, before any request, is ``{"fulldiff": 1, "policy": "default"}``: the version of
-this protocol, and the rule by which it turns alpha into a scale (see reference/factors.py's POLICIES).
+this protocol, and the rule it has where implementations differ (see reference/factors.py's POLICIES).
 
 A request names the layer, the adapters in order, and two safetensors files::
 

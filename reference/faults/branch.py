@@ -26,22 +26,8 @@ class Apart(Truth):
     def output(self, layer: LayerLike, weight: Tensor, bias: Tensor | None, parts: Parts, x: Tensor) -> Tensor:
         y = apply(layer, weight, bias, x)
         for adapter, delta in parts:
-            if self.scales_output(adapter, weight):
-                # m / ‖V‖ · (y − bias) has the base's own padding and dilation; the low-rank part alone is a branch.
-                growth = _along_channels(layer, self.growth(adapter, weight).flatten(), y)
-                offset = 0.0 if bias is None else _along_channels(layer, bias, y)
-                y = offset + growth * (y - offset)
-                low_rank = self.scale(adapter) * self.product(adapter, weight.shape)
-                y = y + growth * self.branch(layer, adapter, low_rank, None, x, y)
-            else:
-                y = y + self.branch(layer, adapter, delta, bias, x, y)
+            y = y + self.branch(layer, adapter, delta, bias, x, y)
         return y
-
-    def scales_output(self, adapter: Factors, weight: Tensor) -> bool:
-        """Whether a DoRA is done as a factor per output row, which its policy has it scale everything by."""
-        if self.policy.dora_after != "scaling" or "dora_scale" not in adapter.tensors:
-            return False
-        return adapter.strength == 1 and not adapter.rows and self.magnitude(adapter, weight.shape).shape[1] == 1
 
     def branch(
         self, layer: LayerLike, adapter: Factors, delta: Tensor, bias: Tensor | None, x: Tensor, y: Tensor
@@ -52,11 +38,6 @@ class Apart(Truth):
     def own(self, layer: LayerLike, adapter: Factors) -> LayerLike:
         """The layer that the adapter's branch is."""
         return layer
-
-
-def _along_channels(layer: LayerLike, numbers: Tensor, y: Tensor) -> Tensor:
-    """A number per channel of ``y``, so that it multiplies it."""
-    return numbers if layer.kind == "linear" else numbers.reshape(-1, *[1] * len(layer.kernel))
 
 
 def _cut(layer: LayerLike, wrong: Tensor, y: Tensor) -> Tensor:
@@ -107,8 +88,8 @@ class LoraDilationIgnored(Apart):
     """The same, of a LoRA alone: its two convolutions are made without dilation (PEFT 0.21.2, LyCORIS's bypass)."""
 
     def own(self, layer: LayerLike, adapter: Factors) -> LayerLike:
-        whole = "dora_scale" in adapter.tensors and self.policy.dora_after != "scaling"  # its weight is built
-        plain = {"dilation": [1] * len(layer.dilation)} if adapter.kind == "lora" and not whole else {}
+        low_rank = adapter.kind == "lora" and "dora_scale" not in adapter.tensors  # a DoRA's weight is built
+        plain = {"dilation": [1] * len(layer.dilation)} if low_rank else {}
         return _except(super().own(layer, adapter), **plain)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fulldiff.reference.factors import DoraAfter
 from fulldiff.reference.faults.registry import fault
+from fulldiff.reference.layers import LayerLike
 from fulldiff.reference.truth import Factors, Truth
 
 
@@ -17,9 +18,14 @@ from fulldiff.reference.truth import Factors, Truth
 class DoraMagnitudeIgnored(Truth):
     """The delta applied as if there were no magnitude (D12)."""
 
-    def change(self, adapter: Factors, weight: Tensor) -> Tensor:
-        plain = {name: t for name, t in adapter.tensors.items() if name != "dora_scale"}
-        return super().change(replace(adapter, tensors=plain), weight)
+    def forward(
+        self, layer: LayerLike, weight: Tensor, bias: Tensor | None, adapters: Sequence[Factors], x: Tensor
+    ) -> Tensor:
+        plain = [
+            replace(adapter, tensors={name: t for name, t in adapter.tensors.items() if name != "dora_scale"})
+            for adapter in adapters
+        ]
+        return super().forward(layer, weight, bias, plain, x)
 
 
 @fault("dora-wrong-axis")
@@ -120,20 +126,15 @@ class DoraBaseNotRemoved(Truth):
 class DoraOfCurrent(Truth):
     """A DoRA behind other adapters taken from what they made of the weight, its norm too (ComfyUI's rule)."""
 
-    def delta_after(self, adapter: Factors, weight: Tensor, earlier: Tensor) -> Tensor:
-        return _under(self, "current", adapter, weight, earlier)
+    @property
+    def dora_after(self) -> DoraAfter:
+        return "current"
 
 
 @fault("dora-scales-earlier")
 class DoraScalesEarlier(Truth):
     """A DoRA behind other adapters multiplies what they added as it does the base (PEFT's rule)."""
 
-    def delta_after(self, adapter: Factors, weight: Tensor, earlier: Tensor) -> Tensor:
-        return _under(self, "scaling", adapter, weight, earlier)
-
-
-def _under(
-    truth: Truth, rule: Literal["scaling", "current"], adapter: Factors, weight: Tensor, earlier: Tensor
-) -> Tensor:
-    """The delta under another rule."""
-    return Truth.delta_after(replace(truth, policy=replace(truth.policy, dora_after=rule)), adapter, weight, earlier)
+    @property
+    def dora_after(self) -> DoraAfter:
+        return "scaling"
