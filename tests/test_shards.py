@@ -138,6 +138,10 @@ def test_what_is_missing_is_judged_by_the_full_plan_only_where_a_cell_is_of_it(t
     path = _measured(tmp_path / "some.jsonl", iter([*quick, extra]))
     missing = together.report([path], None, tmp_path).missing
     assert len(missing) == len({case_id(w.case) for w in full}) - len(quick) - 1
+    done = CliRunner().invoke(app, ["report", str(path), "--out", str(tmp_path)])
+    assert done.exit_code == 4
+    assert f"and {len(missing) - 30:,} more are missing" in done.output and missing[30] not in done.output
+    assert "- `runtime-lokr`, generated and named cases: none run\n" in (tmp_path / "cpu.md").read_text()
     renamed = structs.replace(_cell(quick[0]), id="of another version")
     store = Store(tmp_path / "other.jsonl")
     store.add(MACHINE)

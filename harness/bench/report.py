@@ -30,6 +30,7 @@ DIFFERS = (
     "buffers: compare each column with its own bare row, not across the tables.\n"
 )
 NOT_WAYS = (NO_ADAPTER, AGAIN)
+NONE_RUN = "none run"
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def missing(sections: Sections) -> list[str]:
 
 def checked(sections: Sections) -> str:
     """What was compared with the oracle."""
-    counts = ", ".join(f"{n} {name}" for name, n in sections.conform.most_common())
+    counts = ", ".join(f"{n} {name}" for name, n in sections.conform.most_common()) or NONE_RUN
     timed = Counter(check.outcome for cell in sections.cells for check in cell.check.values())
     lines = [
         f"- `runtime-lokr`, generated and named cases: {counts}",
@@ -156,8 +157,10 @@ def checked(sections: Sections) -> str:
 
 def tally(results: list[Result]) -> str:
     """Outcomes, and the largest share of the error budget."""
+    if not results:
+        return NONE_RUN
     counts = Counter(result.judgement.outcome for result in results)
-    worst = max((result.judgement.used for result in results), default=0.0)
+    worst = max(result.judgement.used for result in results)
     return ", ".join(f"{n} {name}" for name, n in counts.items()) + f" (at most {worst:.0%} of the error budget)"
 
 

@@ -13,6 +13,8 @@ from rich.progress import Progress
 
 console, errors = Console(), Console(stderr=True)
 FORMS = ("markdown", "json")
+# A plan may have many cells: so many of those that are missing are named.
+MISSING_SHOWN = 30
 Subject = Annotated[str, typer.Option(help="runtime-lokr, full-diff, … or package.module:Name")]
 Out = Annotated[Path, typer.Option(help="The folder for reports; result lines go to its runs/")]
 Expect = Annotated[Path | None, typer.Option(help="Known failures (TOML) of your subject")]
@@ -96,13 +98,18 @@ def report(
 ) -> None:
     """Put shards and machines together: conform runs into conform.md, bench cells into BACKEND.md.
 
-    Exit code 1: a case failed, or an expectation is stale; 4: a planned case or cell is missing, by name.
+    Exit code 1: a case failed, or an expectation is stale; 4: planned cases or cells are missing, the first by name.
     """
     from fulldiff.harness import together
 
     found = together.report(files, expect, out)
     for path in found.written:
         console.print(f"wrote {path} from {len(files)} files", highlight=False)
-    for line in [*found.failed, *found.missing]:
+    more = len(found.missing) - MISSING_SHOWN
+    for line in [
+        *found.failed,
+        *found.missing[:MISSING_SHOWN],
+        *([f"and {more:,} more are missing"] if more > 0 else []),
+    ]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if found.failed else 4 if found.missing else 0)
