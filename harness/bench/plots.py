@@ -62,9 +62,12 @@ def bars(axis: Any, sums: pd.DataFrame) -> None:
 def pareto(axis: Any, steps: pd.DataFrame) -> None:
     """Whole steps: time against buffer and held bytes, a marker for each image size."""
     markers = dict(zip(steps["size"].unique(), "os^D", strict=False))
+    for way in steps.way.unique():
+        axis.scatter([], [], color=COLOURS[way], label=way)
+    for size, marker in markers.items() if len(markers) > 1 else ():
+        axis.scatter([], [], color="white", edgecolor="black", marker=marker, label=size)
     for (way, size), group in steps.groupby(["way", "size"], sort=False):
-        name = way if len(markers) == 1 else f"{way}, {size}"
-        axis.scatter(beyond(group), group.ratio, color=COLOURS[way], marker=markers[size], s=40, label=name)
+        axis.scatter(beyond(group), group.ratio, color=COLOURS[way], marker=markers[size], s=40)
     decorate(axis, "a whole step", "memory beyond the bare model, buffer and held, MiB")
 
 
