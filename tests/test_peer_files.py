@@ -17,6 +17,7 @@ from fulldiff.harness import judge as runtime
 from fulldiff.harness import restore_judge
 from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.subjects.base import Adapter as Loaded
+from fulldiff.harness.subjects.base import Unsupported
 from fulldiff.harness.subjects.peers.files import is_refusal
 from fulldiff.harness.subjects.registry import SubjectError, subject
 
@@ -65,6 +66,17 @@ def test_lycoris_cannot_load_its_own_lokr_with_a_tucker_core() -> None:
     """The rank is read from the wrong axis of w2_a, (rank, vp) beside a core: the module is made without one."""
     with pytest.raises(AttributeError, match="lokr_w2_a"):
         runtime.judge(CATALOGUE["as-trained-low-tucker-conv2d"], peer("lycoris-file"), lambda stage: None)
+
+
+@pytest.mark.parametrize(("scale", "taken"), [(0.0, False), (0.5, True)])
+def test_a_scale_of_0_is_not_written_as_an_alpha_that_lycoris_reads_as_none(scale: float, taken: bool) -> None:
+    lycoris, layer = peer("lycoris-file"), nn.Linear(3, 2)
+    tensors = {"lora_up.weight": torch.ones(2, 1), "lora_down.weight": torch.ones(1, 3), "scale": torch.tensor(scale)}
+    if taken:
+        lycoris.attach(layer, [Loaded("lora", tensors)])
+    else:
+        with pytest.raises(Unsupported, match="a scale of 0"):
+            lycoris.attach(layer, [Loaded("lora", tensors)])
 
 
 def test_lycoris_at_strength_0_keeps_the_delta_of_a_dora() -> None:

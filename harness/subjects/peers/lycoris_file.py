@@ -62,6 +62,8 @@ class LycorisFile(Subject):
         on_the_whole_layer(adapter)
         if "diff_b" in adapter.tensors and adapter.kind != "diff":
             raise Unsupported(f"{adapter.kind} with diff_b: LyCORIS has it in its full modules alone")
+        if float(adapter.tensors.get("scale", 1)) == 0:
+            raise Unsupported("a scale of 0: it is written as alpha 0, which is scale 1 by LyCORIS's rule")
         if adapter.tensors.get("dora_scale", module.weight).dim() == 1:
             raise Unsupported("a dora_scale without the weight's axes: LyCORIS writes them")
         if adapter.kind == "lokr":
