@@ -187,7 +187,7 @@ def test_a_peer_gives_the_wrong_numbers_on_paper(peer: str, fault: str) -> None:
 
 
 def accused(peer: str) -> list[list[set[str]]]:
-    """What the report says a peer equals: of each finding the faults, or pairs of faults, that give the same numbers."""
+    """What the report says a peer equals: of each finding the faults, or pairs of them, that give its numbers."""
     section = REPORT.partition(f"\n### {peer}\n")[2].partition("\n### ")[0]
     causes = re.findall(r"^\| equals: ([a-z0-9 -]+?) *\|", section, re.MULTILINE)
     return [[set(name.split(" and ")) for name in cause.split(" or ")] for cause in causes]
