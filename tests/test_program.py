@@ -63,7 +63,12 @@ def test_a_program_leaves_the_base_as_it_was(worker: Worker) -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("print('hello')", "one JSON object a line"), ("print('{}')", "its first line is not"), ("", "ended at once")],
+    [
+        ("print('hello')", "one JSON object a line"),
+        ("print('{}')", "its first line is not"),
+        ("", "ended at once"),
+        ('print(\'{"fulldiff": 1, "policy": "mine"}\')', "policy 'mine' is unknown: use one of default, comfyui"),
+    ],
 )
 def test_what_is_no_such_program_is_absent_and_says_why(worker: Worker, tmp_path: Path, text: str, says: str) -> None:
     script = tmp_path / "other.py"

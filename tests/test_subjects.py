@@ -8,7 +8,7 @@ from torch import nn
 
 from fulldiff.cases.catalogue import HEAVY, pinned
 from fulldiff.harness.judge import judge
-from fulldiff.harness.subjects import runtime_lokr
+from fulldiff.harness.subjects import full_diff, runtime_lokr
 from fulldiff.harness.subjects.base import Adapter
 from fulldiff.harness.subjects.registry import SubjectError, subject
 
@@ -45,6 +45,12 @@ def test_the_order_follows_cost_not_the_layer_s_proportions() -> None:
     orders = contraction.orders(t, (1280, 1280), pointwise=True)
     best = contraction.best(orders, contraction.Shape(16, 80))
     assert [step.axis for step in best] == [1, 2]
+
+
+def test_a_policy_that_nobody_knows_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_diff.FullDiff, "policy", "mine")
+    with pytest.raises(SubjectError, match="policy 'mine' is unknown: use one of default, comfyui"):
+        subject("full-diff")
 
 
 def test_an_unknown_subject_is_a_clear_error() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from fulldiff.harness.subjects.base import Subject
 from fulldiff.harness.subjects.names import FAULT, PROGRAM
-from fulldiff.harness.suites import SUITES, imported
+from fulldiff.harness.suites import SUITES, Suite, imported
+from fulldiff.reference.factors import POLICIES
 
 
 class SubjectError(ValueError):
@@ -25,13 +26,18 @@ def subject_of(suite: str, name: str) -> Any:
     """The subject called ``name``, an instance of the suite's base class.
 
     Raises:
-        SubjectError: there is none, or it is no subject of this suite.
+        SubjectError: there is none, it is no subject of this suite, or it has a policy that nobody knows.
     """
     known = SUITES[suite]
     if name.startswith(FAULT):
         return imported(known.fault)(name.removeprefix(FAULT))
-    if name.startswith(PROGRAM):
-        return _program(name, known.base)
+    made = _program(name, known.base) if name.startswith(PROGRAM) else _python(name, known)
+    if isinstance(made, Subject) and made.policy not in POLICIES:
+        raise SubjectError(f"subject {name!r}: its policy {made.policy!r} is unknown: use one of {', '.join(POLICIES)}")
+    return made
+
+
+def _python(name: str, known: Suite) -> Any:
     target = known.subjects.get(name, name)
     attribute = target.partition(":")[2]
     if not attribute:
