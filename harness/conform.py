@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fulldiff.cases.model import Case, CaseError, case_id, decode
-from fulldiff.harness.manager import Worker
+from fulldiff.harness.manager import BackendAbsent, Worker
 from fulldiff.harness.protocol import Judgement, LoadCode
 from fulldiff.harness.results import Environment, Planned, Result, Store
 from fulldiff.harness.search import FINE, Engine, Search, save
@@ -235,7 +235,16 @@ def named_cases(suite: Suite, profile: Profile) -> dict[str, Case]:
 
 
 def environment(worker: Worker, subject: str, suite: str = "runtime") -> Environment:
-    """What the worker runs on, and the code that the suite's subject loads there."""
-    hello, code = worker.start(), worker.ask(LoadCode(subject, suite)).code
+    """What the worker runs on, and the code that the suite's subject loads there.
+
+    Raises:
+        BackendAbsent: the subject cannot be made; nothing could be said of any case.
+    """
+    hello, loaded = worker.start(), worker.ask(LoadCode(subject, suite))
+    if reason := loaded.judgement:
+        told = (
+            reason.message if reason.outcome == "absent" else f"subject {subject!r} {reason.outcome}: {reason.message}"
+        )
+        raise BackendAbsent(f"{told} ({reason.where})" if reason.where else told)
     machine = hashlib.blake2b(uuid.getnode().to_bytes(8, "little"), digest_size=4).hexdigest()
-    return Environment(hello.versions, hello.device, hello.threads, platform.platform(), machine, code)
+    return Environment(hello.versions, hello.device, hello.threads, platform.platform(), machine, loaded.code)

@@ -18,6 +18,11 @@ class _Bad(Subject):
         return replace_forward(module, lambda x: self.misbehave(module.__class__.forward(module, x)))
 
 
+class CannotBeMade(_Bad):
+    def __init__(self):
+        raise KeyError("on purpose")
+
+
 class Aborts(_Bad):
     def misbehave(self, y):
         os.abort()

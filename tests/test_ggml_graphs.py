@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from vulkan_here import BACKENDS, needs_ggml
+from vulkan_here import BACKENDS, needs_cpu
 
 NB10 = """
 import torch
@@ -21,7 +21,7 @@ with Graph(session("cpu", True)) as g:
 """
 
 
-@needs_ggml
+@needs_cpu
 def test_a_transposed_operand_is_called_supported_and_then_aborts() -> None:
     done = subprocess.run([sys.executable, "-c", NB10], capture_output=True, text=True)
     assert "supported" in done.stdout
@@ -135,7 +135,7 @@ for module, x, shape in (
 """
 
 
-@needs_ggml
+@needs_cpu
 def test_a_prime_number_of_tokens_takes_at_most_one_part_more_than_the_limit_asks_for() -> None:
     done = subprocess.run([sys.executable, "-c", PRIME], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]

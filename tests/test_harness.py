@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
+from rich.console import Console
 
 from fulldiff.cases.catalogue import CATALOGUE
 from fulldiff.cases.model import decode, encode
 from fulldiff.cases.strategies import runtime_cases
-from fulldiff.harness.manager import CAN_FORK, Worker
+from fulldiff.harness import conform
+from fulldiff.harness.manager import CAN_FORK, BackendAbsent, Worker
 from fulldiff.harness.protocol import Judgement
 from fulldiff.harness.results import Environment, Result, Store, read
 from fulldiff.harness.search import Engine, Search, save
@@ -79,6 +81,21 @@ def test_an_absent_subject_is_said_to_be_absent() -> None:
         judgement = worker.judge(CASE, "no_such_module:Subject")
     assert judgement.outcome == "absent"
     assert "no_such_module" in judgement.message
+
+
+@pytest.mark.parametrize(
+    ("subject", "says"),
+    [
+        ("no_such_module:Subject", "no_such_module"),
+        ("bad_subjects:CannotBeMade", r"raised: KeyError.*bad_subjects.py:\d"),
+    ],
+)
+def test_a_subject_that_cannot_be_made_ends_the_run_before_its_first_case(
+    tmp_path: Path, subject: str, says: str
+) -> None:
+    with pytest.raises(BackendAbsent, match=says):
+        conform.conform(subject, conform.PROFILES["quick"], 1, tmp_path, sys.executable, Console(quiet=True))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_torn_line_is_cut_and_its_case_run_again(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ Each library or driver that is missing skips what needs it, and the reason says 
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 
 import pytest
-from vulkan_here import BACKENDS, needs_ggml, needs_vulkan
+from vulkan_here import BACKENDS, needs_cpu, needs_vulkan
 
 from fulldiff.cases.catalogue import pinned
 from fulldiff.harness.backends import ggml, vulkan
@@ -18,6 +19,7 @@ from fulldiff.harness.protocol import Claim, Judgement
 from fulldiff.harness.results import Cell, Result
 from fulldiff.harness.subjects.base import Subject
 from fulldiff.harness.subjects.full_diff import FullDiff
+from fulldiff.harness.subjects.ggml import session
 from fulldiff.harness.subjects.ggml.blocks import ALIGNED, even_parts
 
 LIMIT = 65535 * 32
@@ -91,7 +93,7 @@ def test_named_cases_pass(backend: str) -> None:
     assert {name: j.outcome for name, j in ended.items()} == dict.fromkeys(NAMES, "passed")
 
 
-@needs_ggml
+@needs_cpu
 @pytest.mark.parametrize("subject", ["ggml-shipped", "ggml-full-diff"])
 def test_the_other_ways_pass_within_their_budgets(subject: str) -> None:
     with Worker() as worker:
@@ -99,6 +101,7 @@ def test_the_other_ways_pass_within_their_budgets(subject: str) -> None:
     assert ended == dict.fromkeys(NAMES, "passed")
 
 
+@needs_cpu
 @needs_vulkan
 def test_factors_on_the_cpu_and_the_base_on_the_device() -> None:
     names = ("d4-leading-dimensions", "d9-qkv-qv", "groups-dividing-up")
@@ -106,7 +109,7 @@ def test_factors_on_the_cpu_and_the_base_on_the_device() -> None:
         assert {worker.judge(pinned()[name], "ggml-split@vulkan").outcome for name in names} == {"passed"}
 
 
-@needs_ggml
+@needs_cpu
 def test_a_refusal_of_the_device_or_engine_is_unsupported() -> None:
     with Worker() as worker:
         for name, says in (("padding-circular", "pad with zeros"), ("form-lora-linear-f64-normal", "f32")):
@@ -114,7 +117,7 @@ def test_a_refusal_of_the_device_or_engine_is_unsupported() -> None:
             assert judgement.outcome == "unsupported" and says in judgement.message
 
 
-@needs_ggml
+@needs_cpu
 @pytest.mark.skipif(not CAN_FORK, reason="elsewhere each crash costs a cold start")
 def test_the_pull_request_s_order_is_right_wrong_or_crashes_and_the_run_goes_on() -> None:
     expected = {
@@ -167,3 +170,29 @@ def test_the_report_names_failures_and_gives_no_times_of_software() -> None:
     text = report.markdown(results, cells, [driver])
     assert "got 0, expected 1" in text and "ggml.c:7: GGML_ASSERT(a / b)" in text and "/home" not in text
     assert "(software)" in text and "1.25" not in text and "| 3 " in text
+
+
+def test_a_cpu_part_that_would_crash_on_this_processor_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = object.__new__(ggml.Ggml)
+    library.place, compiled = Path("libsd.so"), {"avx2": 1, "avx512": 1, "avx512_bf16": 0}
+    functions = {f"ggml_cpu_has_{name}": lambda has=has: has for name, has in compiled.items()}
+    monkeypatch.setattr(library, "_loaded", [types.SimpleNamespace(**functions)], raising=False)
+    on_cpu, on_gpu = (ggml.Device(0, "d", "a device", kind, "b") for kind in (ggml.CPU, ggml.GPU))
+    for flags, lacking in (
+        ({"avx2", "avx512f"}, []),
+        ({"avx2"}, ["avx512"]),
+        ({"sse"}, ["avx2", "avx512"]),
+        (set(), []),
+    ):
+        monkeypatch.setattr(ggml, "processor", lambda flags=flags: flags)
+        assert library.lacking() == lacking
+    session.check_processor(library, on_cpu)
+    monkeypatch.setattr(ggml, "processor", lambda: {"avx2"})
+    session.check_processor(library, on_gpu)
+    with pytest.raises(ggml.GgmlAbsent, match=f"libsd.so was built for .* avx512: .* set {ggml.VARIABLE}"):
+        session.check_processor(library, on_cpu)
+
+
+def test_a_report_without_the_cpu_says_why_and_names_no_folder() -> None:
+    text = report.markdown([], [], [], "/home/me/libggml-cpu.so was built for a processor with avx512")
+    assert "- on the device alone: libggml-cpu.so was built for a processor with avx512" in text

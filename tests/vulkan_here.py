@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fulldiff.harness.backends import ggml, vulkan
+from fulldiff.harness.bench.vulkan import missing_cpu
 
 
 def _without_ggml() -> str:
@@ -16,7 +17,8 @@ def _without_ggml() -> str:
 
 
 NO_GGML = _without_ggml()
+NO_CPU = NO_GGML or missing_cpu()
 NO_VULKAN = NO_GGML or vulkan.missing() or ""
-needs_ggml = pytest.mark.skipif(bool(NO_GGML), reason=NO_GGML)
+needs_cpu = pytest.mark.skipif(bool(NO_CPU), reason=NO_CPU)
 needs_vulkan = pytest.mark.skipif(bool(NO_VULKAN), reason=NO_VULKAN)
-BACKENDS = [pytest.param("cpu", marks=needs_ggml), pytest.param("vulkan", marks=needs_vulkan)]
+BACKENDS = [pytest.param("cpu", marks=needs_cpu), pytest.param("vulkan", marks=needs_vulkan)]

@@ -65,6 +65,16 @@ def noise(table: pd.DataFrame) -> dict[str, float]:
     }
 
 
+def against_better(cells: Iterable[Cell]) -> list[tuple[float, float, float]]:
+    """For each single layer the ratio (with interval) of ``planned`` to the faster of the ways that it plans with."""
+    found = []
+    for seconds in (cell.seconds for cell in cells if cell.labels["workload"] == "layer"):
+        ways = [seconds[way] for way in ("streamed", "runtime-lokr") if way in seconds]
+        if ways and "planned" in seconds:
+            found.append(ratio(seconds["planned"], min(ways, key=lambda times: math.fsum(map(math.log, times)))))
+    return found
+
+
 def steps_of_layers(layers: pd.DataFrame) -> pd.DataFrame:
     """For each model, image size, dtype, form and way: the layers' time as often as each occurs, over the bare one."""
     keys = ["model", "size", "dtype", "form", "way"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from msgspec.structs import replace
@@ -93,20 +94,31 @@ def plain(row: TableRow) -> Layer:
 
 
 def layers(
-    models: Iterable[str], sizes: tuple[Size, ...], most: int | None, factor: int = FACTOR
+    models: Iterable[str], sizes: tuple[Size, ...], most: int | None, factors: Iterable[int] = (FACTOR,)
 ) -> Iterator[Workload]:
     """Each shape at 77 tokens and at its own token counts at each size, in both dtypes and forms."""
     for model in models:
         for shape in shapes(model, sizes)[:most]:
             for n in sorted({CLIP, *(n for n, _ in shape.counts)}):
-                for dtype in DTYPES:
-                    for form, rank in FORMS.items():
-                        yield layer(shape, n, dtype, form, rank, factor)
+                yield from lokrs(shape, n, factors)
+
+
+def layers_at(counts: Iterable[int], most: int | None, factors: Iterable[int]) -> Iterator[Workload]:
+    """SDXL's shapes at these token counts, whatever an image gives them: no share of a step."""
+    for n, shape in product(counts, shapes("sdxl", SIZES)[:most]):
+        yield from lokrs(Shape(shape.model, shape.layer, {}), n, factors)
+
+
+def lokrs(shape: Shape, n: int, factors: Iterable[int]) -> Iterator[Workload]:
+    """One shape with so many tokens in both dtypes and forms."""
+    for factor, dtype, (form, rank) in product(factors, DTYPES, FORMS.items()):
+        yield layer(shape, n, dtype, form, rank, factor)
 
 
 def layer(shape: Shape, n: int, dtype: DType, form: str, rank: int, factor: int) -> Workload:
     """One shape with so many tokens."""
     described = describe(shape.layer)
+    form = form if factor == FACTOR else f"{form}, factor {factor}"
     at = {f"{h}×{w}": count for (tokens_at, (h, w)), count in shape.counts.items() if tokens_at == n}
     body = RuntimeCase(shape.layer, (lokr_for(shape.layer, factor, rank, dtype=dtype),), image(shape.layer, n), dtype)
     labels = {"workload": "layer", "model": shape.model, "layer": described, "tokens": n, "dtype": dtype, "form": form}

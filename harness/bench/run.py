@@ -52,6 +52,10 @@ class Options:
     model: str = "sdxl"
     full: bool = False
     lokr: Lokr = bench_plan.ALL_LAYERS
+    # The LoKrs' factors on single layers; the first is also the whole step's.
+    factors: tuple[int, ...] = (bench_plan.FACTOR,)
+    # SDXL's heaviest layers (all with `full`) at these token counts, instead of everything else.
+    tokens: tuple[int, ...] = ()
     seconds: float = 0.05
     budget: float = float("inf")
     threads: int = 1
@@ -63,8 +67,8 @@ class Options:
     @property
     def name(self) -> str:
         """Of the report and the result lines."""
-        parts = (self.backend, "full" if self.full else "", "memory" if self.memory_only else "")
-        return f"{'-'.join(filter(None, parts))}{suffix(self.shard)}"
+        kinds = {"full": self.full, "memory": self.memory_only, "tokens": self.tokens}
+        return "-".join([self.backend, *(kind for kind, asked in kinds.items() if asked)]) + suffix(self.shard)
 
 
 def bench(options: Options, console: Console) -> bool:
@@ -100,6 +104,9 @@ def planned(options: Options, file: match.Match | None) -> dict[str, Workload]:
 
 def _listed(options: Options, file: match.Match | None) -> Iterable[Workload]:
     """The most telling first, a few of each kind, so that a short budget shows all kinds; some come again."""
+    if options.tokens:
+        yield from bench_plan.layers_at(options.tokens, None if options.full else bench_plan.SHAPES, options.factors)
+        return
     if options.memory_only:
         sizes = bench_plan.SIZES if options.full else ()
         yield bench_plan.step((256, 256), "f32", NARROWED, options.lokr)
@@ -107,14 +114,14 @@ def _listed(options: Options, file: match.Match | None) -> Iterable[Workload]:
         return
     if file:
         yield from bench_plan.file_layers(file)
-    yield from bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], 1, options.lokr.factor)
+    yield from bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], 1, options.factors)
     yield bench_plan.step((256, 256), "f32", NARROWED, options.lokr)
     yield from bench_plan.merges()
     if options.full:
         yield from (bench_plan.step(size, "bf16", 1, options.lokr) for size in bench_plan.SIZES)
-    yield from bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], bench_plan.SHAPES, options.lokr.factor)
+    yield from bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], bench_plan.SHAPES, options.factors)
     if options.full:
-        yield from bench_plan.layers(bench_plan.MODELS, bench_plan.SIZES, None, options.lokr.factor)
+        yield from bench_plan.layers(bench_plan.MODELS, bench_plan.SIZES, None, options.factors)
 
 
 def measure(plan: list[Workload], options: Options, console: Console) -> tuple[list[Cell], Environment, list[Workload]]:

@@ -25,12 +25,13 @@ Full diff minus runtime is about 3,230 MB at every resolution: the all-alive col
 author's times are of different versions of that code."""
 
 
-def markdown(results: Sequence[Result], cells: Sequence[Cell], devices: Sequence[Device]) -> str:
-    """The report's text."""
+def markdown(results: Sequence[Result], cells: Sequence[Cell], devices: Sequence[Device], without_cpu: str = "") -> str:
+    """The report's text; ``without_cpu``: why nothing was computed on the CPU beside the device."""
     software = all(device.software for device in devices)
     parts = [
         "# ggml on Vulkan\n",
         *(f"- {device.describe()}" for device in devices),
+        *([f"- on the device alone: {re.sub(r'(?:/[^/ ]+)+/', '', without_cpu)}"] if without_cpu else []),
         "\n## Is it right?\n",
         "Runtime LoKr, strict arithmetic (f32 in the shaders, f32 kernels), on generated cases:",
         _tally([r for r in results if r.subject == MAIN and not r.name]),

@@ -93,9 +93,21 @@ def _device(library: Ggml, backend: str) -> Device:
     found = library.devices()
     for device in found:
         if (device.kind == ggml.CPU and backend == "cpu") or device.backend.lower() == backend:
+            check_processor(library, device)
             return device
     names = ", ".join(f"{device.backend} {device.name}" for device in found) or "none"
     raise GgmlAbsent(f"ggml in {library.place} has no {backend} device (it has: {names}); see `fulldiff devices`")
+
+
+def check_processor(library: Ggml, device: Device) -> None:
+    """Raise GgmlAbsent where computing on the device would end this process."""
+    if device.kind == ggml.CPU and (lacking := library.lacking()):
+        part = library.place / ggml.file_name("ggml-cpu")
+        file = part if part.exists() else library.place
+        raise GgmlAbsent(
+            f"{file} was built for a processor with {', '.join(lacking)}: on this one it would crash; set "
+            f"{ggml.VARIABLE} to a build for this machine"
+        )
 
 
 def _place(library: Ggml, device: Device) -> Place:
