@@ -33,7 +33,7 @@ nox.options.sessions = ["tests", "lint"]
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run pytest; what needs Vulkan skips where ggml's wheel or a driver cannot be had."""
-    install(session, "dev", wanted=("vulkan", "torchvulkan"))
+    install(session, "dev", wanted=("vulkan", "ggml", "torchvulkan"))
     session.run("pytest", *session.posargs)
 
 
@@ -120,7 +120,7 @@ def peers(session: nox.Session) -> None:
 
 def bench(session: nox.Session, backend: str) -> None:
     """One backend's bench."""
-    install(session, EXTRAS[backend])
+    install(session, EXTRAS[backend], wanted=("ggml",) if backend == "vulkan" else ())
     session.run("fulldiff", "bench", "--backend", backend, *session.posargs)
 
 
@@ -149,7 +149,7 @@ def install(session: nox.Session, extra: str = "", wanted: Sequence[str] = (), n
         try:
             pip_once(session, name, "--editable", f"{ROOT}[{name}]", constraints=constraints)
         except CommandFailed:
-            session.warn(f"the extra {name!r} cannot be installed here: tests that need it will skip")
+            session.warn(f"the extra {name!r} cannot be installed here: what needs it is left out")
 
 
 def pip_once(session: nox.Session, step: str, *args: str, constraints: Path) -> None:

@@ -68,6 +68,31 @@ def test_a_shape_is_counted_as_often_as_it_occurs() -> None:
     assert len({case_id(workload.case) for workload in planned}) == len(planned)
 
 
+def test_given_token_counts_are_measured_on_the_heaviest_layers_alone_with_every_factor() -> None:
+    options = bench.Options(tokens=(77, 8192), factors=(8, 16))
+    planned = list(bench.planned(options, None).values())
+    assert len(planned) == 2 * bench_plan.SHAPES * 2 * 2 * 2
+    assert {workload.labels["workload"] for workload in planned} == {"layer"}
+    assert {workload.labels["tokens"] for workload in planned} == {77, 8192}
+    assert {workload.labels["form"] for workload in planned} == {
+        "full w2", "rank 16", "full w2, factor 16", "rank 16, factor 16"
+    }  # fmt: skip
+    assert options.name == "cpu-tokens"
+    every = bench.planned(bench.Options(tokens=(77,), full=True), None)
+    assert len(every) == 4 * len(bench_plan.shapes("sdxl", bench_plan.SIZES))
+
+
+def test_the_planner_s_misses_are_counted_and_certain_only_with_their_interval() -> None:
+    labels = {"workload": "layer"}
+    steady = {"streamed": [1.0] * 4, "runtime-lokr": [2.0] * 4}
+    ends = {"right": [1.0] * 4, "slower": [1.1, 1.1, 1.1, 1.1001], "perhaps": [1.0, 1.3, 0.9, 1.2]}
+    cells = [Cell(name, "cpu", labels, {**steady, "planned": times}, {}, {}) for name, times in ends.items()]
+    assert [middle for middle, *_ in bench_numbers.against_better(cells)] == pytest.approx([1.0, 1.1, 1.0886], abs=1e-3)
+    line = bench_report.planned_line(cells)
+    assert "in 3 cells: median 1.089, most 1.100; slower by over 3 % in 2, of which certain" in line
+    assert line.endswith("interval) 1.")
+
+
 def test_a_real_layer_is_measured_and_checked() -> None:
     workload = next(w for w in bench_plan.layers(["sd15"], [(256, 256)], None) if w.labels["layer"] == "linear 320×320")
     found = run(workload.case, 0.01, cpu)  # type: ignore[arg-type]
@@ -164,6 +189,7 @@ def test_a_report_follows_from_its_cells(tmp_path: Path) -> None:
     bench_report.write(sections, tmp_path, "cpu")
     text = (tmp_path / "cpu.md").read_text()
     assert "f32, full w2: below 553 tokens use runtime, above it streamed" in text
+    assert "`planned` over the faster of `streamed` and `runtime-lokr` in 3 cells" in text
     assert "| bf16   | 1.0%" in text
     assert "0.750 (±0.50)" in text
     assert "830.86 MB" in text
@@ -280,6 +306,9 @@ def test_a_launch_that_failed_leaves_no_half_of_a_cell() -> None:
     assert good.pooled(crashed).check["all"].outcome == "crashed"
 
 
-def test_a_short_budget_s_layers_may_occur_at_no_size() -> None:
+def test_a_short_budget_s_layers_may_occur_at_no_size(tmp_path: Path) -> None:
     cells = [replace(cell, labels=cell.labels | {"count_at": {}}) for cell in _cells() if "count_at" in cell.labels]
     assert bench_numbers.steps_of_layers(bench_numbers.frame(cells)).empty
+    bench_report.write(bench_report.Sections(Counter(), [], [], None, cells, ENVIRONMENT, []), tmp_path, "cpu-tokens")
+    text = (tmp_path / "cpu-tokens.md").read_text()
+    assert "below 553 tokens use runtime" in text and "as often as each occurs" not in text and "UNet" not in text

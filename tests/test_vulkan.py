@@ -9,17 +9,16 @@ import types
 from pathlib import Path
 
 import pytest
-from vulkan_here import BACKENDS, needs_cpu, needs_vulkan
+from vulkan_here import BACKENDS, NO_GGML, needs_cpu, needs_split, needs_vulkan
 
 from fulldiff.cases.catalogue import pinned
-from fulldiff.harness.backends import ggml, vulkan
+from fulldiff.harness.backends import ggml, ggml_fit, vulkan
 from fulldiff.harness.bench import vulkan_report as report
 from fulldiff.harness.manager import CAN_FORK, Worker
 from fulldiff.harness.protocol import Claim, Judgement
 from fulldiff.harness.results import Cell, Result
 from fulldiff.harness.subjects.base import Subject
 from fulldiff.harness.subjects.full_diff import FullDiff
-from fulldiff.harness.subjects.ggml import session
 from fulldiff.harness.subjects.ggml.blocks import ALIGNED, even_parts
 
 LIMIT = 65535 * 32
@@ -101,8 +100,7 @@ def test_the_other_ways_pass_within_their_budgets(subject: str) -> None:
     assert ended == dict.fromkeys(NAMES, "passed")
 
 
-@needs_cpu
-@needs_vulkan
+@needs_split
 def test_factors_on_the_cpu_and_the_base_on_the_device() -> None:
     names = ("d4-leading-dimensions", "d9-qkv-qv", "groups-dividing-up")
     with Worker(limit=300) as worker:
@@ -167,32 +165,35 @@ def test_the_report_names_failures_and_gives_no_times_of_software() -> None:
     labels = {"layer": "a layer", "way": "none", "backend": "vulkan"}
     cells = [Cell("c", "vulkan", labels, {"none": [1.25]}, {"none": 3 << 20}, {}, facts={"error": 1e-7})]
     driver = vulkan.Device("llvmpipe", "CPU", "Mesa", (65535,) * 3, 2**27, 2**31)
-    text = report.markdown(results, cells, [driver])
+    text = report.markdown(results, cells, [driver], {})
     assert "got 0, expected 1" in text and "ggml.c:7: GGML_ASSERT(a / b)" in text and "/home" not in text
     assert "(software)" in text and "1.25" not in text and "| 3 " in text
 
 
-def test_a_cpu_part_that_would_crash_on_this_processor_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_says_what_its_cpu_part_was_compiled_for() -> None:
     library = object.__new__(ggml.Ggml)
-    library.place, compiled = Path("libsd.so"), {"avx2": 1, "avx512": 1, "avx512_bf16": 0}
-    functions = {f"ggml_cpu_has_{name}": lambda has=has: has for name, has in compiled.items()}
-    monkeypatch.setattr(library, "_loaded", [types.SimpleNamespace(**functions)], raising=False)
-    on_cpu, on_gpu = (ggml.Device(0, "d", "a device", kind, "b") for kind in (ggml.CPU, ggml.GPU))
-    for flags, lacking in (
-        ({"avx2", "avx512f"}, []),
-        ({"avx2"}, ["avx512"]),
-        ({"sse"}, ["avx2", "avx512"]),
-        (set(), []),
-    ):
-        monkeypatch.setattr(ggml, "processor", lambda flags=flags: flags)
-        assert library.lacking() == lacking
-    session.check_processor(library, on_cpu)
-    monkeypatch.setattr(ggml, "processor", lambda: {"avx2"})
-    session.check_processor(library, on_gpu)
-    with pytest.raises(ggml.GgmlAbsent, match=f"libsd.so was built for .* avx512: .* set {ggml.VARIABLE}"):
-        session.check_processor(library, on_cpu)
+    functions = {f"ggml_cpu_has_{name}": lambda has=has: has for name, has in (("avx2", 1), ("avx512", 1), ("fma", 0))}
+    library._loaded = [types.SimpleNamespace(**functions)]  # type: ignore[list-item]
+    assert ggml_fit.compiled_for(library) == ["avx2", "avx512"]
 
 
-def test_a_report_without_the_cpu_says_why_and_names_no_folder() -> None:
-    text = report.markdown([], [], [], "/home/me/libggml-cpu.so was built for a processor with avx512")
-    assert "- on the device alone: libggml-cpu.so was built for a processor with avx512" in text
+@pytest.mark.skipif(bool(NO_GGML), reason=NO_GGML)
+def test_of_two_libraries_the_first_that_fits_the_processor_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, other = ggml.find(), Path("/another/ggml")
+    ggml_fit.lacking.cache_clear()
+    monkeypatch.setattr(ggml, "places", lambda: [place, other])
+    monkeypatch.setattr(ggml_fit, "processor", lambda: {"sse2"})
+    if needs := ggml_fit.lacking(place):
+        assert ggml_fit.find() == other
+        monkeypatch.setattr(ggml, "places", lambda: [place])
+        with pytest.raises(ggml.GgmlAbsent, match=f"with {', '.join(needs)}: .* would crash.*set {ggml.VARIABLE}"):
+            ggml_fit.find()
+    ggml_fit.lacking.cache_clear()
+    monkeypatch.setattr(ggml_fit, "processor", lambda: set(ggml_fit.FEATURES.values()))
+    assert ggml_fit.find() == place
+    ggml_fit.lacking.cache_clear()
+
+
+def test_a_report_says_what_was_left_out_and_why_and_names_no_folder() -> None:
+    text = report.markdown([], [], [], {"ggml": "subject 'ggml': /home/me/libggml-cpu.so was built for AVX-512"})
+    assert "- left out: subject 'ggml': libggml-cpu.so was built for AVX-512" in text

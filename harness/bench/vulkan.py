@@ -30,9 +30,10 @@ from fulldiff.harness.results import Cell, Result, Store
 from fulldiff.harness.search import FINE, Engine, Search
 
 MAIN = "ggml@vulkan"
+# What needs ggml's CPU part: whatever is not on the device, and what is on both.
+CPU, SPLIT = "ggml", "ggml-split@vulkan"
 # What is run on the named cases: ours (which must not fail), then the order of stable-diffusion.cpp.
-OURS = ("ggml", MAIN, "ggml-shipped", "ggml-shipped@vulkan", "ggml-split@vulkan", "ggml-full-diff@vulkan")
-SPLIT = ("ggml-split@vulkan",)
+OURS = (CPU, MAIN, "ggml-shipped", "ggml-shipped@vulkan", SPLIT, "ggml-full-diff@vulkan")
 OTHERS = ("ggml-sdcpp-order", "ggml-sdcpp-order@vulkan", "ggml-sdcpp-head@vulkan")
 ON_LARGE = (MAIN, "ggml-sdcpp-order@vulkan")
 NAMED = ("d1-", "d2-", "d3-", "d4-", "d5-", "d6-", "d7-rank-1", "nb10", "prime-", "vulkan-")
@@ -41,14 +42,13 @@ WAYS = {"none": ("ggml", True), "full diff": ("ggml-full-diff", False), "runtime
 ORDER = "sd.cpp's order"
 CHAIN_WAYS, CHAIN_LAYERS = ("none", "all-alive", "per-layer", "runtime"), (4, 16, 64)
 CASE_LIMIT, CELL_LIMIT = 600.0, 900.0
-CPU_PROBE = """
-import json
-from fulldiff.harness.backends.ggml import GgmlAbsent
-from fulldiff.harness.subjects.ggml.session import session
+MADE = """
+import json, sys
+from fulldiff.harness.subjects.registry import SubjectError, subject
 try:
-    session("cpu", True)
+    subject(sys.argv[1])
     print(json.dumps(""))
-except GgmlAbsent as reason:
+except SubjectError as reason:
     print(json.dumps(str(reason)))
 """
 
@@ -63,18 +63,18 @@ def bench(out: Path, threads: int, seconds: float, console: Console) -> bool:
     """
     if reason := vulkan.missing():
         raise BackendAbsent(f"backend vulkan: {reason}; see `fulldiff devices`")
-    without_cpu = missing_cpu()
-    if without_cpu:
-        console.print(f"On the Vulkan device alone: {without_cpu}", markup=False, highlight=False)
+    absent = {name: reason for name in (CPU, SPLIT) if (reason := absence(name))}
+    for name, reason in absent.items():
+        console.print(f"left out: {name}: {reason}", markup=False, highlight=False)
     path = out / "runs" / "vulkan.jsonl"
     with Worker(threads=threads, limit=CASE_LIMIT) as worker:
         store = Store.begin(path, conform.environment(worker, MAIN))
     with Progress(console=console, disable=not console.is_terminal) as progress:
         for name in (*OURS, *OTHERS):
-            if not (without_cpu and (_backend(name) == "cpu" or name in SPLIT)):
+            if not (name in absent or (CPU in absent and _backend(name) == "cpu")):
                 _named(store, name, threads, progress)
         found = _generated(store, threads, seconds or GENERATED_SECONDS, progress)
-        plan = [cell for cell in (*_layers(), *_chains()) if not (without_cpu and cell[1]["backend"] == "cpu")]
+        plan = [cell for cell in (*_layers(), *_chains()) if not (CPU in absent and cell[1]["backend"] == "cpu")]
         for cell_id, labels, spec in progress.track(plan, description="compute buffers"):
             if cell_id not in store.cells():
                 store.add(_cell(cell_id, labels, spec, threads))
@@ -82,7 +82,7 @@ def bench(out: Path, threads: int, seconds: float, console: Console) -> bool:
     store.finish()
     lines = bench_vulkan_report.without_folders(path.read_text(encoding="utf-8"))
     (out / "vulkan.jsonl").write_text(lines, encoding="utf-8")
-    text = bench_vulkan_report.markdown(results, cells, vulkan.ask(), without_cpu)
+    text = bench_vulkan_report.markdown(results, cells, vulkan.ask(), absent)
     (out / "vulkan.md").write_text(text, encoding="utf-8")
     for diagnosis, result in found.items():
         console.print(f"FAILED {diagnosis}\n{conform.describe(result)}", markup=False, highlight=False)
@@ -90,10 +90,10 @@ def bench(out: Path, threads: int, seconds: float, console: Console) -> bool:
     return all(r.judgement.outcome in FINE for r in results if r.subject in OURS)
 
 
-def missing_cpu() -> str:
-    """Why nothing of ggml's can be computed on this CPU; empty where it can."""
+def absence(name: str) -> str:
+    """Why a subject cannot be made here; empty where it can."""
     try:
-        return str(ask(CPU_PROBE))
+        return str(ask(MADE, name))
     except NoAnswer as reason:
         return str(reason)
 

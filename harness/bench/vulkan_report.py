@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 import pandas as pd
@@ -25,13 +25,15 @@ Full diff minus runtime is about 3,230 MB at every resolution: the all-alive col
 author's times are of different versions of that code."""
 
 
-def markdown(results: Sequence[Result], cells: Sequence[Cell], devices: Sequence[Device], without_cpu: str = "") -> str:
-    """The report's text; ``without_cpu``: why nothing was computed on the CPU beside the device."""
+def markdown(
+    results: Sequence[Result], cells: Sequence[Cell], devices: Sequence[Device], absent: Mapping[str, str]
+) -> str:
+    """The report's text; ``absent``: subjects that cannot be made here, and why."""
     software = all(device.software for device in devices)
     parts = [
         "# ggml on Vulkan\n",
         *(f"- {device.describe()}" for device in devices),
-        *([f"- on the device alone: {re.sub(r'(?:/[^/ ]+)+/', '', without_cpu)}"] if without_cpu else []),
+        *(f"- left out: {re.sub(r'(?:/[^/ ]+)+/', '', reason)}" for reason in absent.values()),
         "\n## Is it right?\n",
         "Runtime LoKr, strict arithmetic (f32 in the shaders, f32 kernels), on generated cases:",
         _tally([r for r in results if r.subject == MAIN and not r.name]),

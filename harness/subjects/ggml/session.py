@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from fulldiff.harness.backends import ggml, vulkan
+from fulldiff.harness.backends import ggml, ggml_fit, vulkan
 from fulldiff.harness.backends.ggml import Device, Ggml, GgmlAbsent
 
 # Vulkan: matrices are multiplied in tiles of 32 columns at least, one work group each; ggml asserts the count.
@@ -72,7 +72,10 @@ def session(backend: str, strict: bool, split: bool = False) -> Session:
         limits = _limits()
         columns, size = TILE * min(limits.work_groups[:2]), limits.largest_storage_buffer
         switches = STRICT if strict else ()
-    library = ggml.load(ggml.find(), switches)
+    place = ggml_fit.find() if backend == "cpu" else ggml.find()
+    if split and ggml_fit.lacking(place):
+        raise GgmlAbsent(ggml_fit.unfit(place))
+    library = ggml.load(place, switches)
     places = [_place(library, _device(library, backend))]
     if split:
         places.append(_place(library, _device(library, "cpu")))
@@ -93,21 +96,9 @@ def _device(library: Ggml, backend: str) -> Device:
     found = library.devices()
     for device in found:
         if (device.kind == ggml.CPU and backend == "cpu") or device.backend.lower() == backend:
-            check_processor(library, device)
             return device
     names = ", ".join(f"{device.backend} {device.name}" for device in found) or "none"
     raise GgmlAbsent(f"ggml in {library.place} has no {backend} device (it has: {names}); see `fulldiff devices`")
-
-
-def check_processor(library: Ggml, device: Device) -> None:
-    """Raise GgmlAbsent where computing on the device would end this process."""
-    if device.kind == ggml.CPU and (lacking := library.lacking()):
-        part = library.place / ggml.file_name("ggml-cpu")
-        file = part if part.exists() else library.place
-        raise GgmlAbsent(
-            f"{file} was built for a processor with {', '.join(lacking)}: on this one it would crash; set "
-            f"{ggml.VARIABLE} to a build for this machine"
-        )
 
 
 def _place(library: Ggml, device: Device) -> Place:
