@@ -141,6 +141,9 @@ def _write_bench(
     # A cell that only `bench --full` plans: the whole of that was meant.
     if (full.keys() - plan.keys()) & cells.keys():
         plan = full
+    # All at token counts that the user gave (see `plan.layers_at`): which those were is not known here.
+    if all(cell.labels.get("count_at", "planned") is None for cell in cells.values()):
+        plan = {}
     ordered = [cells[name] for name in dict.fromkeys([*plan, *cells]) if name in cells]
     missing = {name: workload for name, workload in plan.items() if name not in cells}
     own = [run for run in runs if (run.plan.suite, run.plan.subject) == ("runtime", SUBJECT)]

@@ -68,6 +68,18 @@ def test_a_shape_is_counted_as_often_as_it_occurs() -> None:
     assert len({case_id(workload.case) for workload in planned}) == len(planned)
 
 
+def test_a_short_budget_shows_a_step_and_f32_before_what_bf16_may_take() -> None:
+    labels = [workload.labels for workload in bench.planned(bench.Options(), None).values()]
+    assert labels[0]["workload"] == "step"
+    assert {(own["tokens"], own["dtype"], own["form"]) for own in labels[1:5]} == {
+        (77, dtype, form) for dtype in ("f32", "bf16") for form in ("full w2", "rank 16")
+    }
+    layers = [own for own in labels[5:] if own["workload"] == "layer"]
+    assert [own["dtype"] for own in layers] == sorted((own["dtype"] for own in layers), reverse=True)
+    f32 = [own["tokens"] for own in layers if own["dtype"] == "f32"]
+    assert f32 == sorted(f32)
+
+
 def test_given_token_counts_are_measured_on_the_heaviest_layers_alone_with_every_factor() -> None:
     options = bench.Options(tokens=(77, 8192), factors=(8, 16))
     planned = list(bench.planned(options, None).values())

@@ -152,6 +152,14 @@ def test_what_is_missing_is_judged_by_the_full_plan_only_where_a_cell_is_of_it(t
     assert missing == [f"bench cpu: {case_id(quick[0].case)} was not measured"]
 
 
+def test_of_token_counts_that_the_user_gave_nothing_is_missing(tmp_path: Path) -> None:
+    plan = list(bench.planned(bench.Options(tokens=(77, 100)), None).values())
+    halves = [_measured(tmp_path / f"{i}.jsonl", iter(plan[i::2])) for i in (1, 0)]
+    assert not together.report(halves, None, tmp_path).missing
+    text = (tmp_path / "cpu.md").read_text()
+    assert "4 layer shapes of sdxl" in text and "as often as each occurs" not in text
+
+
 def test_files_with_nothing_to_report_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.touch()

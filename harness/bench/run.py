@@ -54,7 +54,7 @@ class Options:
     lokr: Lokr = bench_plan.ALL_LAYERS
     # The LoKrs' factors on single layers; the first is also the whole step's.
     factors: tuple[int, ...] = (bench_plan.FACTOR,)
-    # SDXL's heaviest layers (all with `full`) at these token counts, instead of everything else.
+    # SDXL's heaviest layers (all with `full`), or the adapter file's, at these token counts and nothing else.
     tokens: tuple[int, ...] = ()
     seconds: float = 0.05
     budget: float = float("inf")
@@ -105,7 +105,10 @@ def planned(options: Options, file: match.Match | None) -> dict[str, Workload]:
 def _listed(options: Options, file: match.Match | None) -> Iterable[Workload]:
     """The most telling first, a few of each kind, so that a short budget shows all kinds; some come again."""
     if options.tokens:
-        yield from bench_plan.layers_at(options.tokens, None if options.full else bench_plan.SHAPES, options.factors)
+        most = None if options.full else bench_plan.SHAPES
+        ours = () if file else bench_plan.layers_at(options.tokens, most, options.factors)
+        own = (workload for n in options.tokens for workload in bench_plan.file_layers(file, n)) if file else ()
+        yield from (*own, *ours)
         return
     if options.memory_only:
         sizes = bench_plan.SIZES if options.full else ()
@@ -114,12 +117,14 @@ def _listed(options: Options, file: match.Match | None) -> Iterable[Workload]:
         return
     if file:
         yield from bench_plan.file_layers(file)
-    yield from bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], 1, options.factors)
+    heaviest = list(bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], bench_plan.SHAPES, options.factors))
     yield bench_plan.step((256, 256), "f32", NARROWED, options.lokr)
+    yield from heaviest[: len(bench_plan.DTYPES) * len(bench_plan.FORMS)]
     yield from bench_plan.merges()
     if options.full:
         yield from (bench_plan.step(size, "bf16", 1, options.lokr) for size in bench_plan.SIZES)
-    yield from bench_plan.layers(["sdxl"], bench_plan.SIZES[:2], bench_plan.SHAPES, options.factors)
+    # Where a processor has no bf16 arithmetic, one of its larger cells takes as long as all of f32.
+    yield from sorted(heaviest, key=lambda w: (bench_plan.DTYPES.index(w.labels["dtype"]), w.labels["tokens"]))
     if options.full:
         yield from bench_plan.layers(bench_plan.MODELS, bench_plan.SIZES, None, options.factors)
 

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from fulldiff.cases.model import CaseError
 from fulldiff.harness import conform as conforming
+from fulldiff.harness.cli import bench as cli_bench
 from fulldiff.harness.cli import gate as cli_gate
 from fulldiff.harness.cli import join as cli_join
 from fulldiff.harness.cli import peers as cli_peers
@@ -28,8 +29,6 @@ from fulldiff.harness.shards import shard_of
 from fulldiff.harness.suites import SUITES
 
 CONFORMANCE, USAGE, ABSENT, HARNESS = 1, 2, 5, 70
-# How long a quick bench measures; with its checks it ends within five minutes on two cores.
-QUICK_MINUTES = 3.0
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 console, errors = Console(), Console(stderr=True)
@@ -188,55 +187,6 @@ def convert(
 
 
 @app.command()
-def bench(
-    backend: Annotated[str, typer.Option(help="cpu, cuda, rocm, vulkan (ggml) or torchvulkan")] = "cpu",
-    adapter: Annotated[Path | None, typer.Option(help="An adapter file of yours (safetensors), measured too")] = None,
-    model: Annotated[str, typer.Option(help="The file's base: sdxl, sd15, flux or zimage")] = "sdxl",
-    full: Annotated[bool, typer.Option(help="All models' shapes and sizes; SDXL's UNet at real size")] = False,
-    factor: Annotated[list[int] | None, typer.Option(help="The LoKr's (8); again: on layers too", min=1)] = None,
-    rank: Annotated[int, typer.Option(help="The LoKr's rank on the whole UNet; 0: full w2")] = 0,
-    attention_only: Annotated[bool, typer.Option(help="On the UNet's 722 attention layers, not all 788")] = False,
-    tokens: Annotated[list[int] | None, typer.Option(help="Only layers, with so many; again for more", min=1)] = None,
-    shard: Annotated[str, typer.Option(help="i/n: only every n-th cell, from the i-th (1 to n)")] = "1/1",
-    budget: Annotated[float | None, typer.Option(help="Minutes of measuring; default 3, with --full no limit")] = None,
-    seconds: Annotated[float, typer.Option(help="At least so long per cell, beside the minimum of blocks")] = 0.05,
-    memory_only: Annotated[bool, typer.Option(help="Whole steps, bytes and no times: also on a busy machine")] = False,
-    threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
-    out: Out = Path("reports"),
-) -> None:
-    """Check the ways of applying an adapter, then measure their bytes and time; write BACKEND.md and its data.
-
-    A run that was interrupted goes on when started again.
-    """
-    minutes = budget if budget is not None else float("inf") if full else QUICK_MINUTES
-    if backend == "vulkan":
-        from fulldiff.harness.bench import vulkan as bench_vulkan
-
-        raise typer.Exit(0 if bench_vulkan.bench(out, threads, (budget or 0) * 60, console) else CONFORMANCE)
-    from fulldiff.harness.bench import run as benching
-    from fulldiff.harness.bench.plan import FACTOR, Lokr
-
-    factors, counts = tuple(factor or [FACTOR]), tuple(tokens or [])
-    own = Lokr(factors[0], rank, not attention_only)
-    options = benching.Options(
-        backend,
-        adapter,
-        model,
-        full,
-        own,
-        factors,
-        counts,
-        seconds,
-        minutes,
-        threads,
-        out,
-        shard_of(shard),
-        memory_only,
-    )
-    raise typer.Exit(0 if benching.bench(options, console) else CONFORMANCE)
-
-
-@app.command()
 def load(
     files: Annotated[list[Path], typer.Argument(help="Adapter files (safetensors), in the order of loading")],
     model: Annotated[str, typer.Option(help="sd15, sdxl, flux or zimage")],
@@ -259,19 +209,8 @@ def load(
     raise typer.Exit(0 if made.whole else USAGE)
 
 
-@app.command(name="bench-load")
-def bench_load(
-    seconds: Annotated[float, typer.Option(help="At least so long per workload, beside the minimum of blocks")] = 5,
-    files: Annotated[int, typer.Option(help="How many rank-16 SDXL files to load end to end; 0: none")] = 8,
-    threads: Annotated[int, typer.Option(help="Threads of torch")] = os.cpu_count() or 1,
-    out: Out = Path("reports"),
-) -> None:
-    """Time loaders on the eight sets of the referential-loading pull request; write load.md, load.png, load.jsonl."""
-    from fulldiff.harness.bench import load as benching
-
-    benching.bench(out, seconds, threads, files, console)
-
-
+app.command()(cli_bench.bench)
+app.command(name="bench-load")(cli_bench.bench_load)
 app.command()(cli_gate.gate)
 app.command()(cli_gate.report)
 app.add_typer(cli_gate.baseline, name="baseline")
