@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fulldiff.cases.model import Case, RuntimeCase
 from fulldiff.harness.judge import elements, expected, observe, rms, same_bits
+from fulldiff.harness.peers.description import describe
 from fulldiff.harness.protocol import Diagnosis
 from fulldiff.harness.realise import Material, factors64, realise
 from fulldiff.harness.subjects.base import Subject
@@ -35,8 +36,6 @@ ALONE, WITH_BASE = "delta alone", "output"
 RANDOM = "other numbers each time"
 # Nearer than this share of the largest value a wrong way's own rounding is worth computing.
 NEAR = 0.1
-# A ratio is constant if it varies by less than this.
-RATIO_SPREAD = 1e-2
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,8 @@ def diagnose(case: Case, subject: Subject, closer: bool = True) -> Diagnosis:
         return Diagnosis(tuple(named))
     if named := equal(parts, ((name, kind(policy)) for name, kind in pair_faults().items())):
         return Diagnosis(tuple(named))
-    seen = (describe(case.body, parts[ALONE]), cured(case, case.body, subject))
+    alone = parts[ALONE]
+    seen = (describe(case.body.layer.kind, alone.got, alone.want, alone.allowed), cured(case, case.body, subject))
     return Diagnosis(partly=", ".join(filter(None, seen)), unread=unread(case.body, parts, subject))
 
 
@@ -258,45 +258,3 @@ def _steps(kind: type[Truth], other: type[Truth]) -> set[str]:
     """The methods of the truth that a fault has its own of, not shared with the other."""
     own = [base for base in kind.__mro__ if base not in other.__mro__]
     return {step for base in own for step in vars(base) if not step.startswith("__")}
-
-
-def describe(body: RuntimeCase, part: Part) -> str:
-    """What the subject's delta looks like beside the right one."""
-    got, want = part.got, part.want
-    if got.shape != want.shape:
-        shapes = f"shape {tuple(got.shape)} for {tuple(want.shape)}"
-        same = got.numel() == want.numel() and bool(
-            ((got.flatten() - want.flatten()).abs() <= part.allowed.flatten()).all()
-        )
-        return f"the right numbers in {shapes}" if same else shapes
-    if not got.isfinite().all():
-        return "not finite"
-    if not got.any():
-        return "no delta at all"
-    wrong = (got - want).abs() > part.allowed
-    if not wrong.any():
-        return "the delta is right, the sum with the base is not"
-    axis = got.dim() - 1 if body.layer.kind == "linear" else 1
-    return ", ".join(filter(None, (_ratio(got, want), _order(got, want), _rows(wrong, want != 0, axis))))
-
-
-def _ratio(got: Tensor, want: Tensor) -> str:
-    at = want != 0
-    if not at.any() or got[~at].any():
-        return ""
-    ratio = got[at] / want[at]
-    mean = float(ratio.mean())
-    return f"{mean:.4g} times the right delta" if float((ratio - mean).abs().max()) <= RATIO_SPREAD * abs(mean) else ""
-
-
-def _order(got: Tensor, want: Tensor) -> str:
-    same = torch.allclose(got.flatten().sort().values, want.flatten().sort().values, rtol=RATIO_SPREAD)
-    return "the right numbers in another order" if same else ""
-
-
-def _rows(wrong: Tensor, any_delta: Tensor, axis: int) -> str:
-    """The wrong output rows, where others that have a delta are right."""
-    bad, filled = (each.movedim(axis, 0).reshape(each.shape[axis], -1).any(1) for each in (wrong, any_delta))
-    if not (filled & ~bad).any():
-        return ""
-    return f"only output rows {', '.join(map(str, bad.nonzero().flatten().tolist()))} of {len(bad)}"
