@@ -30,7 +30,7 @@ def find() -> Path:
     for place in found:
         if not lacking(place):
             return place
-    raise GgmlAbsent(unfit(found[0]))
+    raise GgmlAbsent(f"{unfit(found[0])}, or pip install libggml-python")
 
 
 @cache
@@ -48,7 +48,7 @@ def unfit(place: Path) -> str:
     part = place / ggml.file_name("ggml-cpu")
     return (
         f"{part if part.exists() else place} was built for a processor with {', '.join(lacking(place))}: on this one "
-        f"it would crash; pip install libggml-python, or set {ggml.VARIABLE} to a build for this machine"
+        f"it would crash; set {ggml.VARIABLE} to a build for this machine"
     )
 
 

@@ -64,8 +64,8 @@ def bench(out: Path, threads: int, seconds: float, console: Console) -> bool:
     if reason := vulkan.missing():
         raise BackendAbsent(f"backend vulkan: {reason}; see `fulldiff devices`")
     absent = {name: reason for name in (CPU, SPLIT) if (reason := absence(name))}
-    for name, reason in absent.items():
-        console.print(f"left out: {name}: {reason}", markup=False, highlight=False)
+    for reason in absent.values():
+        console.print(f"left out: {reason}", markup=False, highlight=False, soft_wrap=True)
     path = out / "runs" / "vulkan.jsonl"
     with Worker(threads=threads, limit=CASE_LIMIT) as worker:
         store = Store.begin(path, conform.environment(worker, MAIN))
