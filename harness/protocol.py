@@ -134,7 +134,7 @@ class LoadCode(msgspec.Struct, frozen=True, tag="code"):
 
     subject: str
     suite: str = "runtime"
-    limit: float = 120.0
+    limit: float = 600.0
 
 
 class Write(msgspec.Struct, frozen=True, tag="write"):
