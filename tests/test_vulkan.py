@@ -5,6 +5,9 @@ Each library or driver that is missing skips what needs it, and the reason says 
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
 import types
 from pathlib import Path
 
@@ -177,21 +180,31 @@ def test_a_library_says_what_its_cpu_part_was_compiled_for() -> None:
     assert ggml_fit.compiled_for(library) == ["avx2", "avx512"]
 
 
-@pytest.mark.skipif(bool(NO_GGML), reason=NO_GGML)
+@pytest.mark.skipif(bool(NO_GGML or os.environ.get(ggml.VARIABLE)), reason=NO_GGML or f"{ggml.VARIABLE} is set")
+def test_a_wheel_s_cpu_part_lacks_what_the_processor_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = ggml.find()
+    for flags, lacks in (({"sse2"}, True), (set(ggml_fit.FEATURES.values()), False), (set(), False)):
+        monkeypatch.setattr(ggml_fit, "processor", lambda flags=flags: flags)
+        # Not from the cache, and not into it.
+        assert ("avx2" in ggml_fit.lacking.__wrapped__(place)) == lacks
+
+
+@pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="flags are known on Linux on x86")
+def test_the_processor_s_flags_are_read() -> None:
+    assert "sse2" in ggml_fit.processor()
+
+
 def test_of_two_libraries_the_first_that_fits_the_processor_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    place, other = ggml.find(), Path("/another/ggml")
-    ggml_fit.lacking.cache_clear()
-    monkeypatch.setattr(ggml, "places", lambda: [place, other])
-    monkeypatch.setattr(ggml_fit, "processor", lambda: {"sse2"})
-    if needs := ggml_fit.lacking(place):
-        assert ggml_fit.find() == other
-        monkeypatch.setattr(ggml, "places", lambda: [place])
-        with pytest.raises(ggml.GgmlAbsent, match=f"with {', '.join(needs)}: .* would crash.*set {ggml.VARIABLE}"):
-            ggml_fit.find()
-    ggml_fit.lacking.cache_clear()
-    monkeypatch.setattr(ggml_fit, "processor", lambda: set(ggml_fit.FEATURES.values()))
-    assert ggml_fit.find() == place
-    ggml_fit.lacking.cache_clear()
+    first, second = Path("/one/libsd.so"), Path("/another/ggml")
+    monkeypatch.setattr(ggml_fit, "lacking", lambda place: ("avx512", "fma") if place == first else ())
+    monkeypatch.setattr(ggml, "places", lambda: [second, first])
+    assert ggml_fit.find() == second
+    monkeypatch.setattr(ggml, "places", lambda: [first, second])
+    assert ggml_fit.find() == second
+    monkeypatch.setattr(ggml, "places", lambda: [first])
+    says = f"libsd.so was built for a processor with avx512, fma: .* would crash; set {ggml.VARIABLE}"
+    with pytest.raises(ggml.GgmlAbsent, match=says):
+        ggml_fit.find()
 
 
 def test_a_report_says_what_was_left_out_and_why_and_names_no_folder() -> None:

@@ -39,6 +39,7 @@ def lacking(place: Path) -> tuple[str, ...]:
     if not (flags := processor()):
         return ()
     done = subprocess.run([sys.executable, "-m", __name__, str(place)], capture_output=True, text=True, timeout=120)
+    # A library that cannot even be asked says why when it is loaded.
     names = done.stdout.split() if done.returncode == 0 else []
     return tuple(name for name in names if FEATURES[name] not in flags)
 

@@ -14,6 +14,8 @@ from fulldiff.harness.results import Cell
 from fulldiff.harness.subjects.names import AGAIN, NO_ADAPTER
 
 LEVEL = 0.95
+# The ways that ``planned`` chooses from.
+CHOICES = ["streamed", "runtime-lokr"]
 MIB = 2**20
 
 
@@ -69,7 +71,7 @@ def against_better(cells: Iterable[Cell]) -> list[tuple[float, float, float]]:
     """For each single layer the ratio (with interval) of ``planned`` to the faster of the ways that it plans with."""
     found = []
     for seconds in (cell.seconds for cell in cells if cell.labels["workload"] == "layer"):
-        ways = [seconds[way] for way in ("streamed", "runtime-lokr") if way in seconds]
+        ways = [seconds[way] for way in CHOICES if way in seconds]
         if ways and "planned" in seconds:
             found.append(ratio(seconds["planned"], min(ways, key=lambda times: math.fsum(map(math.log, times)))))
     return found
@@ -99,9 +101,9 @@ def break_even(layers: pd.DataFrame) -> pd.DataFrame:
     """
     keys = ["model", "layer", "dtype", "form"]
     rows = []
-    for key, group in layers[layers.way.isin(["streamed", "runtime-lokr"])].groupby(keys):
+    for key, group in layers[layers.way.isin(CHOICES)].groupby(keys):
         wide = group.pivot_table(index="tokens", columns="way", values="ratio").sort_index()
-        if {"streamed", "runtime-lokr"} <= set(wide.columns):
+        if set(CHOICES) <= set(wide.columns):
             lead = (wide["streamed"] - wide["runtime-lokr"]).to_dict()
             rows.append(dict(zip(keys, key, strict=True)) | {"tokens": crossing(lead)})
     return pd.DataFrame(rows)

@@ -120,11 +120,10 @@ def layer(shape: Shape, n: int, dtype: DType, form: str, rank: int, factor: int)
     described = describe(shape.layer)
     form = form if factor == FACTOR else f"{form}, factor {factor}"
     at = {f"{h}×{w}": count for (tokens_at, (h, w)), count in shape.counts.items() if tokens_at == n}
-    counted = {"count_at": at if shape.counts else None}
     body = RuntimeCase(shape.layer, (lokr_for(shape.layer, factor, rank, dtype=dtype),), image(shape.layer, n), dtype)
     labels = {"workload": "layer", "model": shape.model, "layer": described, "tokens": n, "dtype": dtype, "form": form}
     name = f"{shape.model}-{described.replace(' ', '-').replace('×', 'x')}-{n}-{dtype}-f{factor}-r{rank}"
-    return Workload(labels | counted, Case(BenchCase(name, body, LAYER_WAYS), 1))
+    return Workload(labels | {"count_at": at if shape.counts else None}, Case(BenchCase(name, body, LAYER_WAYS), 1))
 
 
 def file_layers(found: Match, n: int = 1024) -> Iterator[Workload]:

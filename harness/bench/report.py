@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 
@@ -84,7 +85,6 @@ def step_section(sections: Sections, steps: pd.DataFrame) -> list[str]:
 
 def layer_sections(layers: pd.DataFrame, cells: list[Cell], backend: str) -> list[str]:
     """What single layers cost, in a step together, and from how many tokens on streamed is the faster."""
-    in_steps = ["\nThe measured shapes as often as each occurs in a step, over the bare layers:\n", layer_steps(layers)]
     return [
         "## Its layers one by one\n",
         f"{measured_shapes(layers)}\n",
@@ -92,7 +92,7 @@ def layer_sections(layers: pd.DataFrame, cells: list[Cell], backend: str) -> lis
         "held: what stays between calls.\n",
         layer_summary(layers),
         planned_line(cells),
-        *(in_steps if layers.count_at.map(bool).any() else []),
+        *layer_steps(layers),
         f"\n![time against memory]({backend}.png)\n",
         "## Runtime or streamed?\n",
         *(f"- {line}" for line in advice(break_even(layers))),
@@ -234,20 +234,25 @@ def planned_line(cells: list[Cell]) -> str:
     found = against_better(cells)
     if not found:
         return ""
-    ratios = sorted(middle for middle, *_ in found)
+    ratios = [middle for middle, *_ in found]
     return (
         f"\n`planned` over the faster of `streamed` and `runtime-lokr` in {len(found)} cells: median "
-        f"{ratios[len(ratios) // 2]:.3f}, most {ratios[-1]:.3f}; slower by over 3 % in "
-        f"{sum(middle > 1.03 for middle in ratios)}, of which certain (the whole 95 % interval) "
+        f"{median(ratios):.3f}, most {max(ratios):.3f}; slower by over 3 % in "
+        f"{sum(each > 1.03 for each in ratios)}, of which certain (the whole 95 % interval) "
         f"{sum(low > 1.03 for _, low, _ in found)}."
     )
 
 
-def layer_steps(layers: pd.DataFrame) -> str:
-    """Weighted ratios, image sizes across."""
+def layer_steps(layers: pd.DataFrame) -> list[str]:
+    """Weighted ratios, image sizes across; nothing where no layer was measured at a token count of an image."""
+    if not layers.count_at.map(bool).any():
+        return []
     sums = steps_of_layers(layers)
     wide = sums.pivot_table(index=["model", "form", "dtype", "way"], columns="size", values="ratio")
-    return to_markdown(wide.map("{:.3f}".format).reset_index())
+    return [
+        "\nThe measured shapes as often as each occurs in a step, over the bare layers:\n",
+        to_markdown(wide.map("{:.3f}".format).reset_index()),
+    ]
 
 
 def break_even_table(layers: pd.DataFrame) -> str:

@@ -52,8 +52,8 @@ class Options:
     model: str = "sdxl"
     full: bool = False
     lokr: Lokr = bench_plan.ALL_LAYERS
-    # The LoKrs' factors on single layers; the first is also the whole step's.
-    factors: tuple[int, ...] = (bench_plan.FACTOR,)
+    # Factors that single layers are measured with beside the step's.
+    more_factors: tuple[int, ...] = ()
     # SDXL's heaviest layers (all with `full`), or the adapter file's, at these token counts and nothing else.
     tokens: tuple[int, ...] = ()
     seconds: float = 0.05
@@ -63,6 +63,11 @@ class Options:
     shard: Shard = WHOLE
     # Whole steps, their bytes alone: nothing that another program on the machine changes.
     memory_only: bool = False
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """Of the LoKrs on single layers."""
+        return (self.lokr.factor, *self.more_factors)
 
     @property
     def name(self) -> str:
@@ -104,11 +109,12 @@ def planned(options: Options, file: match.Match | None) -> dict[str, Workload]:
 
 def _listed(options: Options, file: match.Match | None) -> Iterable[Workload]:
     """The most telling first, a few of each kind, so that a short budget shows all kinds; some come again."""
+    if options.tokens and file:
+        yield from (workload for n in options.tokens for workload in bench_plan.file_layers(file, n))
+        return
     if options.tokens:
         most = None if options.full else bench_plan.SHAPES
-        ours = () if file else bench_plan.layers_at(options.tokens, most, options.factors)
-        own = (workload for n in options.tokens for workload in bench_plan.file_layers(file, n)) if file else ()
-        yield from (*own, *ours)
+        yield from bench_plan.layers_at(options.tokens, most, options.factors)
         return
     if options.memory_only:
         sizes = bench_plan.SIZES if options.full else ()

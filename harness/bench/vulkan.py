@@ -21,11 +21,10 @@ from fulldiff.cases.factors import lokr, lokr_for
 from fulldiff.cases.model import Case, Input, Layer, RuntimeCase, case_id
 from fulldiff.cases.strategies import runtime_cases
 from fulldiff.harness import conform
-from fulldiff.harness.asking import NoAnswer, ask
 from fulldiff.harness.backends import vulkan
 from fulldiff.harness.bench import vulkan_report as bench_vulkan_report
 from fulldiff.harness.manager import BackendAbsent, Worker
-from fulldiff.harness.protocol import Judgement, describe_exit
+from fulldiff.harness.protocol import Judgement, LoadCode, describe_exit
 from fulldiff.harness.results import Cell, Result, Store
 from fulldiff.harness.search import FINE, Engine, Search
 
@@ -42,15 +41,6 @@ WAYS = {"none": ("ggml", True), "full diff": ("ggml-full-diff", False), "runtime
 ORDER = "sd.cpp's order"
 CHAIN_WAYS, CHAIN_LAYERS = ("none", "all-alive", "per-layer", "runtime"), (4, 16, 64)
 CASE_LIMIT, CELL_LIMIT = 600.0, 900.0
-MADE = """
-import json, sys
-from fulldiff.harness.subjects.registry import SubjectError, subject
-try:
-    subject(sys.argv[1])
-    print(json.dumps(""))
-except SubjectError as reason:
-    print(json.dumps(str(reason)))
-"""
 
 
 def bench(out: Path, threads: int, seconds: float, console: Console) -> bool:
@@ -92,10 +82,9 @@ def bench(out: Path, threads: int, seconds: float, console: Console) -> bool:
 
 def absence(name: str) -> str:
     """Why a subject cannot be made here; empty where it can."""
-    try:
-        return str(ask(MADE, name))
-    except NoAnswer as reason:
-        return str(reason)
+    with Worker() as worker:
+        reason = worker.ask(LoadCode(name)).judgement
+    return reason.message if reason else ""
 
 
 def named_cases(subject: str) -> dict[str, Case]:

@@ -33,7 +33,7 @@ def markdown(
     parts = [
         "# ggml on Vulkan\n",
         *(f"- {device.describe()}" for device in devices),
-        *(f"- left out: {re.sub(r'(?:/[^/ ]+)+/', '', reason)}" for reason in absent.values()),
+        *(f"- left out: {without_folders(reason)}" for reason in absent.values()),
         "\n## Is it right?\n",
         "Runtime LoKr, strict arithmetic (f32 in the shaders, f32 kernels), on generated cases:",
         _tally([r for r in results if r.subject == MAIN and not r.name]),
@@ -130,5 +130,5 @@ def _why(result: Result) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Assertions with the file's name alone: the folders are those of whoever built the library."""
-    return re.sub(r"(?:/[\w.+-]+)+/([\w.+-]+\.(?:cpp|c|h):\d+)", r"\1", text)
+    """Assertions and libraries with the file's name alone: the folders are those of whoever built or installed it."""
+    return re.sub(r"(?:/[\w.+-]+)+/([\w.+-]+\.(?:(?:cpp|c|h):\d+|so\b))", r"\1", text)

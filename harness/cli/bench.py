@@ -48,11 +48,12 @@ def bench(
     from fulldiff.harness.bench import run as benching
     from fulldiff.harness.bench.plan import FACTOR, Lokr
 
-    factors = tuple(factor or [FACTOR])
-    own = Lokr(factors[0], rank, not attention_only)
+    first, *more = factor or [FACTOR]
+    own = Lokr(first, rank, not attention_only)
     options = benching.Options(
-        backend=backend, adapter=adapter, model=model, full=full, lokr=own, factors=factors, tokens=tuple(tokens or []),
-        seconds=seconds, budget=minutes, threads=threads, out=out, shard=shard_of(shard), memory_only=memory_only,
+        backend=backend, adapter=adapter, model=model, full=full, lokr=own, more_factors=tuple(more),
+        tokens=tuple(tokens or []), seconds=seconds, budget=minutes, threads=threads, out=out, shard=shard_of(shard),
+        memory_only=memory_only,
     )  # fmt: skip
     raise typer.Exit(0 if benching.bench(options, console) else CONFORMANCE)
 
